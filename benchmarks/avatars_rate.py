@@ -5,12 +5,11 @@
 prints a line per size and adds it to benchmarks/results/avatars_rate.csv.
 """
 
-import argparse
 import time
 
 import PIL
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.data.avatars import AvatarDataset
 
@@ -28,9 +27,7 @@ def pictures_per_second(size: int, pictures: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=1000)
-    pictures = parser.parse_args().pictures
+    pictures = script_parser(__doc__, pictures=1000).parse_args().pictures
     torch.set_num_threads(1)
     for size in (32, 48, 112, 224):
         rate = round(pictures_per_second(size, pictures))

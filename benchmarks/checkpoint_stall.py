@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
+from results_file import print_and_add, script_parser
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -118,22 +118,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--sample-rate", type=float, default=0.02)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser = script_parser(
+        __doc__, results="checkpoint_stall", classes=1_000_000, dim=128, sample_rate=0.02, batch=64, rounds=4
+    )
     parser.add_argument("--folder", type=Path, help="where the checkpoints go while it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where checkpoint_stall.csv is")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as plsc train does
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         row = measure(args, Path(folder))
-    for name, value in row.items():
-        print(f"{name:>26} {value}")
-    add_row("checkpoint_stall", row, args.out)
+    print_and_add("checkpoint_stall", row, args.out)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ plain training's, of this model and of IResNet-50 at 112 pixels. About a minute 
 import argparse
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from avatar_runs import Recipe, compare, start_ranks
-from results_file import RESULTS
+from results_file import script_parser
 
 from plsc import config as configuration
 from plsc.models import create
@@ -86,12 +85,8 @@ def recipe(args: argparse.Namespace, method: str) -> Recipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="comm_hooks", data="avatars:150x12", epochs=8, seeds=2)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
-    parser.add_argument("--data", default="avatars:150x12")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where comm_hooks.csv is")
     args = parser.parse_args()
     start_ranks(2)
     compare("comm_hooks", [recipe(args, method) for method in args.methods], args.seeds, args.out)

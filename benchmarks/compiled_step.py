@@ -15,7 +15,7 @@ import sys
 import time
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.models import create
 
@@ -61,11 +61,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backbone", default="iresnet18")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = script_parser(__doc__, backbone="iresnet18", batch=8, rounds=7, threads=1)
     parser.add_argument("--serve", choices=tuple(WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

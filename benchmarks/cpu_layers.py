@@ -7,12 +7,11 @@ them alike: 32 pictures at 48x48, channels-last, forward and backward. Prints th
 step (median) and adds them to benchmarks/results/cpu_layers.csv. A minute.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 from torch import nn
 
 from plsc.models import create
@@ -60,9 +59,7 @@ def milliseconds(precision: str, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
+    rounds = script_parser(__doc__, rounds=12).parse_args().rounds
     keep_freed_memory()
     torch.set_num_threads(1)
     for precision in ("bf16", "fp32"):

@@ -9,7 +9,6 @@ enlarged to 1,024 pixels; the median distance from the landmarks of the file, as
 with --model the accuracy over the ten folds of those pairs whose faces all ways found. --every N takes every Nth pair.
 """
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from results_file import add_row
+from results_file import add_row, script_parser
 
 import plsc
 from plsc.data.alignment import align_face, read_landmarks
@@ -101,13 +100,12 @@ def accuracy(model: Embedder, folder: Path, points: Points, pairs: list[tuple[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, every=1)
     parser.add_argument("lfw", type=Path)
     parser.add_argument("pairs", type=Path)
     parser.add_argument("--detectors", nargs="+", required=True)
     parser.add_argument("--landmarks", type=Path)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--every", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     pairs = read_lfw_pairs(args.pairs, args.every)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc import models
 from plsc.data import ImageDataset, open_dataset
@@ -83,12 +83,7 @@ def measure(args: argparse.Namespace, precision: str, model: Path, dataset: Imag
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mobilefacenet")
-    parser.add_argument("--images", type=int, default=1024)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = script_parser(__doc__, model="mobilefacenet", images=1024, batch_size=64, workers=1, rounds=3)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

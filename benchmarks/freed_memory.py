@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 from torch import nn
 
 from plsc.embedding.embedder import CPU_BATCH
@@ -73,8 +73,7 @@ def new_pages() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = script_parser(__doc__, rounds=5)
     parser.add_argument("--measure", choices=WORK, help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

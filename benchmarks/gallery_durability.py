@@ -20,7 +20,6 @@ With --full-disk the disk has no room left for part of each round, and during ev
 refused (StorageError), and nothing else may differ.
 """
 
-import argparse
 import base64
 import contextlib
 import json
@@ -45,7 +44,7 @@ import numpy as np
 from gallery_forgotten import KeptSnapshot, everyone, verify_forgotten, verify_gone, verify_not_found
 from gallery_killed_worker import FILLER, GALLERY, KEY_FILE, MODEL, SAME, Float32, child, opened, vector, vectors
 from gallery_repeated_writes import Onces, Puts, has_gallery
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import Person
@@ -321,13 +320,11 @@ def plain_disk() -> Iterator[Path]:
 
 def main() -> None:
     """Read the arguments, play, print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser = script_parser(__doc__, rounds=100, seed=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after the round of this time (no end)")
     parser.add_argument("--seconds", type=float, default=2.0, help="longest life of a child (2)")
     parser.add_argument("--full-disk", action="store_true")
     parser.add_argument("--encrypt", action="store_true", help="keep the vectors encrypted under a key per person")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="add the figures to results/gallery_durability.csv")
     args = parser.parse_args()
     with small_disk() if args.full_disk else plain_disk() as folder, plain_disk() as elsewhere:

@@ -8,7 +8,6 @@ in every fifth turn the opening. Prints the medians of the turns' rates, and the
 plain; --record adds a row to results/gallery_encryption.csv. Needs rows x dim x 16 bytes of disk.
 """
 
-import argparse
 import base64
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import NewPerson
@@ -137,10 +136,7 @@ def measure(folder: Path, rows: int, dim: int, turns: int) -> dict[str, float]:
 
 def main() -> None:
     """Read the arguments, measure, print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=20)
+    parser = script_parser(__doc__, rows=100_000, dim=512, turns=20)
     parser.add_argument("--record", action="store_true", help="add the figures to results/gallery_encryption.csv")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plsc-gallery-") as folder:

@@ -17,8 +17,6 @@ import math
 import os
 import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +28,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
-from results_file import RESULTS, add_row
+from results_file import add_row, in_process, script_parser
 
 from plsc.bench.harness import PeakMemory
 from plsc.gallery.sqlite import SQLITE, rewriting
@@ -193,34 +191,21 @@ def searches(store: SqliteStore, dim: int) -> float:
     return 1000 * statistics.median(times[1:])
 
 
-def in_process(args: argparse.Namespace, folder: Path, mode: str) -> dict[str, float]:
-    """The figures of a store, from a fresh process."""
-    command = [sys.executable, __file__, "--part", mode, "--folder", str(folder)]
-    command += ["--rows", str(args.rows), "--dim", str(args.dim)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
     """Read the arguments, measure both stores, print and record the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=512)
+    parser = script_parser(__doc__, results="gallery_rewriting", rows=1_000_000, dim=512)
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="an empty one, kept, or one that was filled; else a temporary one"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where gallery_rewriting.csv is")
     parser.add_argument("--part", choices=MODES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
         print(json.dumps(measure(args.folder, args.part, args.rows, args.dim)))
         return
     with tempfile.TemporaryDirectory(prefix="plsc-gallery-") as temporary:
+        sizes = {"folder": args.folder or Path(temporary), "rows": args.rows, "dim": args.dim}
         for mode in MODES:
-            figures = {
-                name: round(value, 3) for name, value in in_process(args, args.folder or Path(temporary), mode).items()
-            }
+            figures = {name: round(value, 3) for name, value in in_process(__file__, mode, **sizes).items()}
             row = {"store": mode, "rows": args.rows, "dim": args.dim, "load": round(os.getloadavg()[0], 1), **figures}
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             add_row("gallery_rewriting", row, args.out)

@@ -11,8 +11,6 @@ searched. About three minutes on two cores.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
+from results_file import add_row, in_process, script_parser
 
 from plsc.bench.harness import MIB, PeakMemory
-from plsc.bench.vectors import K, SearchData, make_search_data
+from plsc.bench.search import K, SearchData, make_search_data
 from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Store
@@ -101,34 +99,10 @@ def _milliseconds(search: Callable[[int], object]) -> float:
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"fill": fill, "compact": compact, "serve": serve}
 
 
-def in_process(args: argparse.Namespace, part: str) -> dict[str, float]:
-    """The figures of a part, from a fresh process."""
-    command = [
-        sys.executable,
-        __file__,
-        "--part",
-        part,
-        "--folder",
-        str(args.folder),
-        "--precision",
-        args.precision,
-        "--rows",
-        str(args.rows),
-        "--dim",
-        str(args.dim),
-    ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=512)
+    parser = script_parser(__doc__, results="gallery_size", rows=1_000_000, dim=512)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="an empty one, kept; else a temporary one")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where gallery_size.csv is")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
@@ -138,8 +112,9 @@ def main() -> None:
         args.folder = args.folder or Path(folder)
         row: dict[str, Any] = {"rows": args.rows, "dim": args.dim, "precision": args.precision}
         row["threads"] = torch.get_num_threads()
+        sizes = {"folder": args.folder, "precision": args.precision, "rows": args.rows, "dim": args.dim}
         for part in PARTS:
-            figures = {f"{part}_{name}": round(value, 3) for name, value in in_process(args, part).items()}
+            figures = {f"{part}_{name}": round(value, 3) for name, value in in_process(__file__, part, **sizes).items()}
             print(", ".join(f"{name} {value:,}" for name, value in figures.items()), flush=True)
             row |= figures
     add_row("gallery_size", row, args.out)

@@ -7,14 +7,14 @@ Two ranks of one thread, D = 512, 64 samples a rank; a step is forward, backward
 benchmarks/results/head_cpu.csv (or into --out). About two minutes; each peer's rank needs 4 GB at 500,000 classes.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from results_file import RESULTS, add_row
+from results_file import add_row, script_parser
 
-from plsc.bench.head import HeadComparison, compare_heads
+from plsc.bench.comparison import BASELINES, Comparison, Task, all_contestants, compare
+from plsc.bench.head import HEADS as OURS
 from plsc.bench.report import head_table
 
 HEADS = ("floor", "plsc", "partial-fc", "plsc-sampled", "partial-fc-sampled")
@@ -35,14 +35,13 @@ def shares(ratios: list[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="head_cpu", rounds=3)
     parser.add_argument("--partial-fc", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--classes", type=int, nargs="+", default=[500_000])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where head_cpu.csv is")
     args = parser.parse_args()
-    plan = HeadComparison(HEADS, args.classes, [64], rounds=args.rounds, partial_fc=args.partial_fc)
-    result = compare_heads(plan)
+    known = all_contestants("head", OURS, BASELINES)
+    task = Task("", 0, 0, peer=str(args.partial_fc.absolute()), baselines=str(BASELINES))
+    result = compare(Comparison("head", known, HEADS, task, args.classes, [64], args.rounds))
     print(head_table(result["rows"], result["ratios"]))
     print(f"\nthe processor's faster product is in {result['rows'][0]['note']}")
     print("\n".join(shares(result["ratios"])))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
+from results_file import print_and_add, script_parser
 
 import plsc
 from plsc.config import KeepConfig
@@ -195,15 +195,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=5_000_000)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--sample-rate", type=float, default=0.01)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--save-every", type=int, default=20)
+    parser = script_parser(
+        __doc__, results="host_table", classes=5_000_000, dim=128, sample_rate=0.01, batch=128, steps=60, save_every=20
+    )
     parser.add_argument("--folder", type=Path, help="where the tables and checkpoints go while it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where host_table.csv is")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -212,9 +207,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         row = measure(args, Path(folder))
-    for name, value in row.items():
-        print(f"{name:>24} {value}")
-    add_row("host_table", row, args.out)
+    print_and_add("host_table", row, args.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ ranks change the order of sums, which run in float64 here); then the next run be
 a row to benchmarks/results/kill_rounds.csv. About 15 s a round on two busy cores.
 """
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing as mp
@@ -37,7 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from results_file import RESULTS, add_row
+from results_file import RESULTS, add_row, script_parser
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plsc.train.metrics import read_metrics
@@ -71,9 +70,7 @@ CONTEXT = mp.get_context("forkserver")
 def main() -> int:
     """Run the rounds; 1 if a run is not what it should be."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = script_parser(__doc__, rounds=50, seed=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tolerance", type=float, default=1e-6, help="of a loss, relative")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the row")

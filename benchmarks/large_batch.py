@@ -9,11 +9,10 @@ avatars; a row per run is added to benchmarks/results/large_batch.csv. About 20 
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from avatar_runs import Recipe, compare
-from results_file import RESULTS
+from results_file import script_parser
 
 BATCH, TIMES = 32, 8
 BASE: dict[str, Any] = {"data.image_size": 32, "optim.weight_decay": 5e-4, "optim.head": "adamw"}
@@ -47,12 +46,8 @@ def recipe(args: argparse.Namespace, name: str) -> Recipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="large_batch", data="avatars:150x12", epochs=8, seeds=3)
     parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=list(RECIPES))
-    parser.add_argument("--data", default="avatars:150x12")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where large_batch.csv is")
     args = parser.parse_args()
     compare("large_batch", [recipe(args, name) for name in args.recipes], args.seeds, args.out)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 from torch import Tensor
 
 from plsc import config as configuration
@@ -38,17 +38,19 @@ _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "
 
 def main() -> None:
     """Measure in a fresh process, print, and add a row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=200_000)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--backbone", default="resnet8")
-    parser.add_argument("--image-size", type=int, default=112)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--weights", default="float32")
-    parser.add_argument("--momentum", default="float32")
-    parser.add_argument("--optimizer", default="sgd")
-    parser.add_argument("--sample-rate", type=float, default=1.0)
+    parser = script_parser(
+        __doc__,
+        classes=200_000,
+        dim=512,
+        backbone="resnet8",
+        image_size=112,
+        batch=64,
+        precision="fp32",
+        weights="float32",
+        momentum="float32",
+        optimizer="sgd",
+        sample_rate=1.0,
+    )
     parser.add_argument("--no-row", action="store_true")
     parser.add_argument("--measure-here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -75,8 +77,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     stepper = _step(components, steps=2)
     peak = _peak(mesh.device) - before
     state = sum(tensor.nbytes for tensor in _state(components, stepper))
-    setup = PlanConfig(config, args.classes, world=1, per_node=1, head_ranks=1)
-    plan = plan_memory(setup, profile_of(setup), Device("", mesh.device.type, {}, 0.0))
+    run = PlanConfig(config, args.classes, world=1, per_node=1, head_ranks=1)
+    plan = plan_memory(run, profile_of(run), Device("", mesh.device.type, {}, 0.0))
     planned = sum(plan.kept.values())
     return {
         **{name: value for name, value in vars(args).items() if name not in ("no_row", "measure_here")},

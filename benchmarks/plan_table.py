@@ -10,7 +10,7 @@ import argparse
 import csv
 import io
 
-from results_file import RESULTS
+from results_file import RESULTS, script_parser
 
 from plsc import config as configuration
 from plsc.config import Config
@@ -24,12 +24,7 @@ SHORT = {"float32": "f32", "bfloat16": "bf16", "int8": "i8", "none": "–"}
 
 def main() -> None:
     """Plan every cell, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="h100")
-    parser.add_argument("--gpu-memory", default="80GB")
-    parser.add_argument("--backbone", default="iresnet50")
-    parser.add_argument("--batch", type=int, default=128)
-    args = parser.parse_args()
+    args = script_parser(__doc__, device="h100", gpu_memory="80GB", backbone="iresnet50", batch=128).parse_args()
     config = configuration.from_dict({"backbone": args.backbone, "data": {"batch_size": args.batch}})
     device = named_device(args.device)
     links = Links(
@@ -63,8 +58,8 @@ def _cell(planned: Plan | None) -> str:
     if planned is None:
         return "does not fit"
     choice = planned.advice.choice
-    stored = "/".join(SHORT[name] for name in choice.setup.storage)
-    groups = f", K={choice.setup.head_ranks:,}" if choice.setup.replicas > 1 else ""
+    stored = "/".join(SHORT[name] for name in choice.run.storage)
+    groups = f", K={choice.run.head_ranks:,}" if choice.run.replicas > 1 else ""
     return f"{choice.timing.images_per_second:,.0f} ({stored}{groups})"
 
 
@@ -104,8 +99,8 @@ def _figures(planned: Plan | None) -> list[object]:
     head = sum(seconds for name, seconds in choice.timing.parts.items() if name.startswith("head"))
     return [
         True,
-        *choice.setup.storage,
-        choice.setup.head_ranks,
+        *choice.run.storage,
+        choice.run.head_ranks,
         choice.memory.total,
         f"{choice.timing.seconds:.6f}",
         f"{head:.6f}",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.models import Backbone, create
 from plsc.models.recompute_budget import recompute_activations
@@ -112,11 +112,7 @@ def modelled(name: str, way: str, batch: int, memory: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backbone", default="iresnet50")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = script_parser(__doc__, backbone="iresnet50", batch=8, rounds=5, threads=1)
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), help="none has to be among them")
     parser.add_argument("--memory", type=float, default=8.0, help="GB of activations, for the largest batch")
     parser.add_argument("--serve", choices=tuple(WAYS), help=argparse.SUPPRESS)

@@ -1,6 +1,10 @@
-"""Rows of benchmarks/results/*.csv: each with its date, device and versions."""
+"""What the scripts share: their options, and rows of benchmarks/results/*.csv with date, device and versions."""
 
+import argparse
 import csv
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,3 +24,37 @@ def add_row(name: str, row: Mapping[str, Any], folder: Path = RESULTS) -> None:
         if is_new:
             writer.writeheader()
         writer.writerow(whole)
+
+
+def print_and_add(name: str, row: Mapping[str, Any], folder: Path) -> None:
+    """Print a row, a line for each figure, and :func:`add_row`."""
+    width = max(map(len, row))
+    for column, value in row.items():
+        print(f"{column:>{width}} {value}")
+    add_row(name, row, folder)
+
+
+def script_parser(description: str | None, *, results: str | None = None, **defaults: Any) -> argparse.ArgumentParser:
+    """Make a script's parser, with an option of a default's type for each of ``defaults``.
+
+    Args:
+        description: the script's docstring; it says what the options are.
+        results: the name of the file of results, for which there is ``--out FOLDER`` then.
+        defaults: of the options, by their names with underscores.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"({default})")
+    if results is not None:
+        text = f"where {results}.csv is"
+        parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help=text)
+    return parser
+
+
+def in_process(script: str, part: str, **options: object) -> dict[str, float]:
+    """The figures that ``--part PART`` of a script prints as its last line, from a fresh process."""
+    command = [sys.executable, script, "--part", part]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures

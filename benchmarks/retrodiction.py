@@ -128,13 +128,13 @@ class Model:
         self.device = DEVICES[row.gpu]
         inside = self.device.nvlink * LINK_SHARE if nvlink else PCIE_3 * LINK_SHARE
         self.links = Links(inside, LINKS["ethernet"] * LINK_SHARE)
-        self.setup = _setup(row)
-        self.profile = profile_of(self.setup)
+        self.run = _setup(row)
+        self.profile = profile_of(self.run)
 
     def seconds(self, constants: Efficiency) -> float:
         """Of a step."""
         allowed = replace(constants, tf32="tf32" in self.row.precision)
-        parts = plan_backbone_time(self.setup, self.profile, self.device, self.links, allowed).parts
+        parts = plan_backbone_time(self.run, self.profile, self.device, self.links, allowed)[0]
         computed, exchanged = head_seconds(self.row, self.device, self.links)
         return sum(parts.values()) + computed / constants.head + exchanged
 

@@ -6,25 +6,21 @@ Prints the table of `plsc bench search`, adds its rows to benchmarks/results/sea
 --picture. About four minutes.
 """
 
-import argparse
 from pathlib import Path
 
-from results_file import RESULTS, add_row
+from results_file import add_row, script_parser
 
+from plsc.bench.comparison import BASELINES
 from plsc.bench.report import draw_searches, search_table
 from plsc.bench.search import SearchComparison, compare_searches
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where search.csv is")
+    parser = script_parser(__doc__, results="search", rows=200_000, dim=512, rounds=3, threads=2)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="docs/search.png, say")
     args = parser.parse_args()
-    plan = SearchComparison(rows=args.rows, dim=args.dim, rounds=args.rounds, threads=args.threads)
+    sizes = {"rows": args.rows, "dim": args.dim, "rounds": args.rounds, "threads": args.threads}
+    plan = SearchComparison(**sizes, baselines=str(BASELINES))
     result = compare_searches(plan)
     print(search_table(result["rows"], result["ratios"]))
     for row in result["rows"]:

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
-from results_file import add_row
+from results_file import add_row, script_parser
 from serve_under_attack import serving
 
 from plsc.serve.tokens import add_token
@@ -35,8 +35,7 @@ ENROLLED_AT_ONCE = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--persons", type=int, default=20_000)
+    parser = script_parser(__doc__, persons=20_000)
     parser.add_argument("--hostile-callers", type=int, default=4, metavar="N", help="connections of the hostile caller")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--record", action="store_true")

@@ -15,7 +15,6 @@ replace them by external ids, rename and delete them, take and delete snapshots,
   the store passes its own check; and an encrypted one gets another key, in a process that is killed as well.
 """
 
-import argparse
 import base64
 import contextlib
 import json
@@ -34,7 +33,7 @@ from typing import Any
 
 import httpx
 import torch
-from results_file import add_row
+from results_file import add_row, script_parser
 from serve_durability_files import await_forgotten, verify_audit, verify_store, verify_thumbnails
 from serve_durability_people import COLLECTION, DIM, PICTURE_SIZE, Person, vector
 
@@ -294,12 +293,10 @@ def opens(store: Path, key: Path) -> bool:
 
 def main() -> None:
     """Read the arguments, play, print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser = script_parser(__doc__, rounds=100, seed=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="end after the round of this time (no end)")
     parser.add_argument("--seconds", type=float, default=3.0, help="longest load of a round")
     parser.add_argument("--encrypt", action="store_true", help="an encrypted store")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help="add the figures to results/serve_durability.csv")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plsc-serve-") as folder:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.bench.serve_worker import COLLECTION, make_gallery, send_load
 from plsc.gallery.sqlite.store import SqliteStore
@@ -109,9 +109,7 @@ def compare(rounds: int, clients: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=32)
+    parser = script_parser(__doc__, rounds=5, clients=32)
     parser.add_argument("--serve", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from PIL import Image
-from results_file import add_row
+from results_file import add_row, script_parser
 
 from plsc.models import create, save_model
 
@@ -194,11 +194,8 @@ def report(kind: str, found: dict[str, list[Turn]], args: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, rows=20_000, turns=15, seconds=1.0)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--disk", default="a file system", help="what TMPDIR lies on, for the row")
     parser.add_argument("--record", action="store_true")

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from results_file import RESULTS, add_row
+from results_file import add_row, script_parser
 
 HEAD = b"GET /v1/info HTTP/1.1\r\nHost: x\r\n"
 TOKEN = b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\nContent-Type: application/json\r\n"
@@ -88,7 +88,7 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="serve_under_attack")
     parser.add_argument("--connections", type=int, default=2000, help="of kinds that hold them")
     parser.add_argument("--askers", type=int, default=32, help="connections of kinds that ask again and again")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
@@ -96,7 +96,6 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="attackers come again when they are cut off")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--notes", default="", help="written into the rows")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where serve_under_attack.csv is")
     parser.add_argument("--be-attackers", nargs=4, metavar=("PORT", "COUNT", "KIND", "SECRET"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     raise_file_limit()

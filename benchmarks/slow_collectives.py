@@ -11,9 +11,7 @@ benchmarks/results/slow_collectives.csv. About a minute; needs root and iproute2
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,11 +20,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
-from slow_link import ADDRESSES, End, Network, require_privileges, slow_link
+from results_file import RESULTS, add_row, script_parser
+from slow_link import Network, output_of_ranks, require_privileges, slow_link
 
 import plsc
-from plsc.bench.harness import thread_limits
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, barrier, reduce_scatter_rows
 from plsc.parallel.mesh import shutdown
 from plsc.plan import Links
@@ -35,15 +32,13 @@ from plsc.plan.devices import Collective
 BATCH, DIM, NUMBERS = 512, 512, 2_000_000  # samples of a rank, of an embedding, of a backbone
 PAYLOAD = 1448 / 1514  # of an Ethernet frame of TCP with time stamps
 LOOPBACK = 1e9  # bytes per second between ranks of a namespace; far above the link's
-PORT = 29517
 
 
 def main() -> None:
     """Measure, predict, print, and add rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, times=5)
     parser.add_argument("--networks", nargs="+", type=int, default=[100, 1000], metavar="MBIT")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)  # a rank's
     args = parser.parse_args()
@@ -81,31 +76,10 @@ def predicted(name: str, mbit: int, ranks: int) -> float:
 def measured(network: Network, ranks: int, times: int) -> dict[str, float]:
     """Median seconds of each collective."""
     with slow_link(network) as ends:
-        started = [_start(ends[rank * 2 // ranks], rank, ranks, times) for rank in range(ranks)]
-        try:
-            output, _ = started[0].communicate()
-            codes = [each.wait() for each in started]
-        finally:
-            for each in started:
-                each.kill()  # where this was interrupted
-    if any(codes):
-        raise SystemExit(f"the collectives over {network.name} did not end well: see above")
-    figures: dict[str, float] = json.loads(output)
+        figures: dict[str, float] = json.loads(
+            output_of_ranks(ends, ranks, [__file__, "--work", "--times", str(times)])
+        )
     return figures
-
-
-def _start(end: End, rank: int, ranks: int, times: int) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": end.device,
-        **thread_limits(1),
-    }
-    command = end.command(sys.executable, __file__, "--work", "--times", str(times))
-    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
 
 
 def work(times: int) -> None:

@@ -12,13 +12,17 @@ import select
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from plsc.bench.harness import thread_limits
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29511  # at which the ranks meet
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _DELAYED_MTU = 9000  # jumbo frames: a thread in Python hands over some 20,000 packets a second
 _BURST = "256kb"  # above one segment of 64 KiB, which veth passes on whole
@@ -82,6 +86,39 @@ def slow_link(network: Network) -> Iterator[tuple[End, End]]:
         for end, other in (ends, ends[::-1]):
             _configure(end, other, network)
         yield ends[0], ends[1]
+
+
+def output_of_ranks(ends: Sequence[End], ranks: int, arguments: Sequence[str]) -> str:
+    """Run a script as ranks of one thread, as many at each end, and return what the first one prints.
+
+    Raises:
+        SystemExit: a rank did not end well.
+    """
+    started = [_start(ends[rank * 2 // ranks], rank, ranks, arguments) for rank in range(ranks)]
+    try:
+        output, _ = started[0].communicate()
+        codes = [each.wait() for each in started]
+    finally:
+        for each in started:
+            each.kill()  # where this was interrupted
+    if any(codes):
+        raise SystemExit("a rank over the slow link did not end well: see above")
+    return output
+
+
+def _start(end: End, rank: int, ranks: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": end.device,
+        "LINK_DEVICE": end.device,
+        **thread_limits(1),
+    }
+    command = end.command(sys.executable, *arguments)
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
 
 
 def _configure(end: End, other: End, network: Network) -> None:

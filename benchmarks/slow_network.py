@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,12 +26,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
-from slow_link import ADDRESSES, End, Network, require_privileges, slow_link
+from results_file import add_row, script_parser
+from slow_link import Network, output_of_ranks, require_privileges, slow_link
 
 import plsc
 from plsc import config as configuration
-from plsc.bench.harness import thread_limits
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel.mesh import shutdown
 from plsc.train.metrics import METRICS
@@ -58,15 +56,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NETWORKS = ("1000", "100", "1000:20", "100:20")
 FIRST_STEPS, STEPS = 3, 8  # DDP and PowerSGD begin anew after the first; of averages, a whole period is timed
-PORT = 29511
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="slow_network", rounds=2)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--networks", nargs="+", type=_network, default=[_network(each) for each in NETWORKS])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where slow_network.csv is")
     parser.add_argument("--work-in", type=Path, help=argparse.SUPPRESS)  # a rank's folder
     args = parser.parse_args()
     if args.work_in is not None:
@@ -92,15 +87,7 @@ def measured(network: Network, methods: list[str], rounds: int) -> list[dict[str
     """Train over ``network`` by each method in turn, ``rounds`` times; a row of medians for each."""
     with slow_link(network) as ends, tempfile.TemporaryDirectory() as folder:
         options = ["--methods", *methods, "--rounds", str(rounds), "--work-in", folder]
-        ranks = [_start(end, rank, options) for rank, end in enumerate(ends)]
-        try:
-            output, _ = ranks[0].communicate()
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()  # where this was interrupted
-        if any(codes):
-            raise SystemExit(f"the training over {network.name} did not end well: see above")
+        output = output_of_ranks(ends, 2, [__file__, *options])
     figures: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for line in output.splitlines():
         figure = json.loads(line)
@@ -129,21 +116,6 @@ def _row(method: str, figures: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_seconds_per_step": round(mean("cpu_seconds", median), 3),
         "sent_mb_per_step": round(mean("sent_mb", median), 3),
     }
-
-
-def _start(end: End, rank: int, options: list[str]) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": end.device,
-        "LINK_DEVICE": end.device,
-        **thread_limits(1),
-    }
-    command = end.command(sys.executable, __file__, *options)
-    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
 
 
 # In a rank -----------------------------------------------------------------------------------------------------------

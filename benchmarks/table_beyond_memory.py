@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from host_table import batches, forget_peak, resident
-from results_file import RESULTS, add_row
+from results_file import print_and_add, script_parser
 
 import plsc
 from plsc.files import atomic_write
@@ -231,16 +231,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=100_000_000)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--sample-rate", type=float, default=0.001)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-every", type=int, default=10)
+    parser = script_parser(
+        __doc__,
+        results="table_beyond_memory",
+        classes=100_000_000,
+        dim=128,
+        sample_rate=0.001,
+        batch=256,
+        steps=30,
+        save_every=10,
+    )
     parser.add_argument("--folder", type=Path, help="where the table goes while it runs")
     parser.add_argument("--go-on", action="store_true", help="from the table in --folder, which stays there")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of table_beyond_memory.csv")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--from-step", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--digest-step", type=int, help=argparse.SUPPRESS)
@@ -257,9 +259,7 @@ def main() -> None:
         args.digest_step = done + (args.steps // args.save_every - 1) * args.save_every + 1
         args.steps += done
         row = measure(args)
-    for name, value in row.items():
-        print(f"{name:>30} {value}")
-    add_row("table_beyond_memory", row, args.out)
+    print_and_add("table_beyond_memory", row, args.out)
 
 
 if __name__ == "__main__":

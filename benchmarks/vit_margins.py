@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import RESULTS, add_row
+from results_file import add_row, script_parser
 
 import plsc
 from plsc import config as configuration
@@ -43,14 +43,13 @@ KEY = ("data", "epochs", "backbone", "margin", "s", "lr", "seed")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results="vit_margins")
     parser.add_argument(
         "--omniglot", type=Path, metavar="FOLDER", help="with train/ and unseen/; without, avatars only"
     )
     parser.add_argument("--backbones", nargs="+", choices=tuple(RATES), default=list(RATES))
     parser.add_argument("--margins", nargs="+", choices=tuple(MARGINS), default=list(MARGINS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where vit_margins.csv is")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as plsc train does

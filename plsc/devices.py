@@ -116,9 +116,7 @@ def measure_device() -> Device:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     side, copied = (8192, 2 << 30) if kind == "cuda" else (1024, 256 << 20)
     device = torch.device(kind)
-    source = torch.ones(copied // 4, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * copied / shortest_seconds(lambda: target.copy_(source), kind)
+    copy = copy_rate(copied, device)
     products = {name: product_flops(side, name, device) for name in ("bf16", "fp16", "fp32", "tf32")}
     if kind == "cpu":
         return Device("this CPU, measured", kind, products, copy, units=low_precision_units(device))
@@ -262,6 +260,15 @@ def product_flops(side: int, precision: str, device: "torch.device", least: floa
             product(a, a, fp32_precision)
 
     return float(2 * side**3 / shortest_seconds(multiply, device.type, least))
+
+
+def copy_rate(size: int, device: "torch.device", least: float = 0.2) -> float:
+    """Bytes per second that a copy of ``size`` bytes reads and writes together, measured as products are."""
+    import torch
+
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / shortest_seconds(lambda: target.copy_(source), device.type, least)
 
 
 def shortest_seconds(work: Callable[[], object], kind: str, least: float = 0.2, *, runs: int = 1) -> float:

@@ -11,14 +11,12 @@ import plsc
 from plsc.tools.entry import COMMANDS, main
 
 
-def test_overview_names_every_command(capsys):
+def test_overview_names_every_command_and_there_is_a_version(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
     assert main([]) == 2
-
-
-def test_version(capsys):
+    capsys.readouterr()
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("plsc ")
 

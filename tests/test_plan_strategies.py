@@ -17,11 +17,11 @@ from plsc.optim.eight_bit_adamw import EightBitAdamW
 from plsc.parallel.gradient_compression import HOOKS, ExchangeOptions, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
-from plsc.plan.advice import Estimate, estimate, profile_of
+from plsc.plan.advice import Estimate, estimate, fastest, profile_of
 from plsc.plan.backbone_memory import sent_bytes, stage_of
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.plan.planner import as_text
-from plsc.plan.strategy_choice import MARGIN, candidates, fastest, fits
+from plsc.plan.strategy_choice import MARGIN, candidates, fits
 from plsc.tools.entry import main
 
 INSIDE, BETWEEN = 360e9, 40e9
@@ -89,10 +89,10 @@ def test_zero1_spreads_the_states_weight_by_weight(world):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_moments_in_8_bits_are_those_that_the_optimizer_keeps(strategy):
-    setup = run(4, strategy=strategy)
-    optim = replace(setup.config.optim, name="adamw", state_dtype="int8")
-    setup = replace(setup, config=replace(setup.config, optim=optim))
-    states = estimate(setup, CARD).memory.kept["backbone optimizer state"]
+    asked = run(4, strategy=strategy)
+    optim = replace(asked.config.optim, name="adamw", state_dtype="int8")
+    asked = replace(asked, config=replace(asked.config, optim=optim))
+    states = estimate(asked, CARD).memory.kept["backbone optimizer state"]
     cut = 4 if strategy == "fsdp" else 1
     parts = [nn.Parameter(w.detach()[: math.ceil(len(w) / cut)]) for w in trained(module())]
     optimizer = EightBitAdamW([{"params": parts}], 0.1, compiled=False)
@@ -104,8 +104,8 @@ def test_moments_in_8_bits_are_those_that_the_optimizer_keeps(strategy):
 
 
 def test_what_is_frozen_for_good_has_no_gradient_and_no_state():
-    setup = run(1)
-    frozen = replace(setup, config=replace(setup.config, frozen=("layer[1-3].*", "conv1.*")))
+    asked = run(1)
+    frozen = replace(asked, config=replace(asked.config, frozen=("layer[1-3].*", "conv1.*")))
     kept = estimate(frozen, CARD).memory.kept
     begun = ("layer1.", "layer2.", "layer3.", "conv1.")
     left = [w for name, w in module().named_parameters() if w.requires_grad and not name.startswith(begun)]
@@ -170,11 +170,11 @@ def test_hsdp_keeps_gathers_within_nodes():
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_sends_what_its_exchange_counts(hook):
-    setup = run(8, comm_hook=hook)
+    asked = run(8, comm_hook=hook)
     net = module()
     exchange = gradient_exchange(hook, net, Mesh(0, 8, 0, torch.device("meta")), ExchangeOptions())
-    parameters = stage_of(setup, profile_of(setup), 0).parameters
-    assert sent_bytes(setup, parameters) == exchange.sent_bytes(trained(net), 10**6)
+    parameters = stage_of(asked, profile_of(asked), 0).parameters
+    assert sent_bytes(asked, parameters) == exchange.sent_bytes(trained(net), 10**6)
 
 
 def test_hooks_pay_on_slow_links_and_cost_on_fast_ones():
@@ -211,15 +211,15 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("backbone", "world", "memory", "links"), CASES)
 def test_auto_picks_what_an_exhaustive_search_does(backbone, world, memory, links):
-    setup = run(world, backbone, strategy="auto")
+    asked = run(world, backbone, strategy="auto")
     hardware = replace(CARD, memory=int(memory * GIB), links=LINKS[links])
-    found = [each for each in (estimate(each, hardware) for each in candidates(setup)) if fits(each, hardware)]
+    found = [each for each in (estimate(each, hardware) for each in candidates(asked)) if fits(each, hardware)]
     if not found:
         with pytest.raises(CapacityError, match="finds nothing that fits"):
-            choose_strategy(setup, hardware)
+            choose_strategy(asked, hardware)
         return
-    choice = choose_strategy(setup, hardware)
-    assert choice.estimate.setup == fastest(found).setup
+    choice = choose_strategy(asked, hardware)
+    assert choice.estimate.run == fastest(found).run
     assert choice.estimate.memory.total <= (1 - MARGIN) * hardware.memory
     assert choice.config.parallel.strategy != "auto"
     assert len(choice.why) == 3
@@ -227,9 +227,9 @@ def test_auto_picks_what_an_exhaustive_search_does(backbone, world, memory, link
 
 @pytest.mark.slow
 def test_auto_keeps_the_global_batch_and_that_of_batch_normalisation():
-    setup = run(16, VIT, 3, strategy="auto")
-    plain = setup.placed(strategy="ddp")
-    for each in candidates(setup):
+    asked = run(16, VIT, 3, strategy="auto")
+    plain = asked.placed(strategy="ddp")
+    for each in candidates(asked):
         assert each.samples == plain.samples
         assert each.batch == plain.batch
 
@@ -241,10 +241,10 @@ def test_auto_is_ddp_where_it_fits_a_cpu():
 
 
 def test_auto_leaves_ddp_for_memory_and_says_so():
-    setup = run(8, strategy="auto")
-    most = estimate(setup.placed(strategy="ddp"), CARD).memory.total
+    asked = run(8, strategy="auto")
+    most = estimate(asked.placed(strategy="ddp"), CARD).memory.total
     tight = replace(CARD, memory=int(most / (1 - MARGIN)) - 1)
-    choice = choose_strategy(setup, tight)
+    choice = choose_strategy(asked, tight)
     assert choice.config.parallel.strategy != "ddp"
     assert choice.why[0].startswith("ddp does not fit: it takes")
     assert choice.why[1].startswith(f"chosen: {choice.config.parallel.strategy}")

@@ -26,8 +26,8 @@ def planned(name: str) -> Estimate:
     scenario = SCENARIOS[name]
     hardware = Hardware(H100, parse_memory("80GB"), Links(BYTES_PER_SECOND, BYTES_PER_SECOND))
     with short_vit():
-        setup = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=scenario.ranks)
-        return estimate(setup, hardware)
+        run = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=scenario.ranks)
+        return estimate(run, hardware)
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -41,22 +41,9 @@ def test_a_share_never_exceeds_the_whole() -> None:
     assert "2,560/2,544 images (100%)" in progress.line()
 
 
-@pytest.mark.parametrize(
-    ("number", "noun", "text"),
-    [
-        (1, "image", "1 image"),
-        (0, "image", "0 images"),
-        (4324, "image", "4,324 images"),
-        (2, "identity", "2 identities"),
-        (2, "query", "2 queries"),
-        (2, "key", "2 keys"),
-        (2, "empty class", "2 empty classes"),
-        (2, "match", "2 matches"),
-    ],
-)
-def test_a_count_has_the_number_of_its_noun(number: int, noun: str, text: str) -> None:
-    assert counted(number, noun) == text
-
-
-def test_an_irregular_plural_is_given() -> None:
+def test_a_count_has_the_number_of_its_noun() -> None:
+    assert (counted(1, "image"), counted(0, "image"), counted(4324, "image")) == ("1 image", "0 images", "4,324 images")
+    plurals = {"identity": "identities", "query": "queries", "key": "keys", "match": "matches"}
+    plurals |= {"empty class": "empty classes"}
+    assert {noun: counted(2, noun) for noun in plurals} == {noun: f"2 {plural}" for noun, plural in plurals.items()}
     assert counted(2, "person", "people") == "2 people"

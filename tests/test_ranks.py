@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -75,20 +76,28 @@ def test_a_warning_on_a_rank_fails_its_test(ranks: RankPool) -> None:
         ranks(2, warn)
 
 
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Runs a command of two ranks with a site module that plants a fault in every Python process of it."""
+
+    def run(fault: str, **options: float) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "sitecustomize.py").write_text(fault)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        return run_command("eval", "raw-pixels", "--data", "avatars:4x4@9", "--nproc", "2", cwd=tmp_path, **options)
+
+    return run
+
+
 @pytest.mark.slow
-def test_a_command_that_hangs_shows_the_stacks_of_its_ranks(tmp_path, monkeypatch) -> None:
-    """A site module plants the fault in every Python process of the command."""
-    plant = "import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(1e6)\n"
-    (tmp_path / "sitecustomize.py").write_text(plant)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def test_a_command_that_hangs_shows_the_stacks_of_its_ranks(planted) -> None:
     with pytest.raises(RankError) as caught:
-        run_command("eval", "raw-pixels", "--data", "avatars:4x4@9", "--nproc", "2", hang_seconds=20, cwd=tmp_path)
+        planted("import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(1e6)\n", hang_seconds=20)
     for sign in ("did not end in 20 s", "sitecustomize.py", "was killed by SIGABRT"):
         assert sign in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_warning_of_a_command_is_an_error(tmp_path, monkeypatch) -> None:
+def test_a_warning_of_a_command_is_an_error(planted) -> None:
     plant = textwrap.dedent("""
         import argparse, os, warnings
         parse_args = argparse.ArgumentParser.parse_args
@@ -98,9 +107,7 @@ def test_a_warning_of_a_command_is_an_error(tmp_path, monkeypatch) -> None:
         if "RANK" in os.environ:
             argparse.ArgumentParser.parse_args = warn
     """)
-    (tmp_path / "sitecustomize.py").write_text(plant)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    done = run_command("eval", "raw-pixels", "--data", "avatars:4x4@9", "--nproc", "2", cwd=tmp_path)
+    done = planted(plant)
     assert done.returncode != 0
     assert "FutureWarning: planted" in done.stderr
 

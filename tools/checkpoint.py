@@ -14,7 +14,6 @@ OUT is a .safetensors file, which plsc embed, eval and export take, or a .pt fil
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,34 @@ from plsc.errors import IntegrityError, UsageError
 from plsc.files import remove_leftovers
 from plsc.progress import counted, note, show
 from plsc.signing import VERIFY_KEY
-from plsc.tools.entry import add_result_options, add_verify_option, main
+from plsc.tools.entry import add_action, add_actions, add_verify_option
 
 HELP = "describe, verify and export the checkpoints of a run"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="info|verify|export|sign")
-    _action(actions, "info", "describe the checkpoints: position, model, types, ranks, files")
-    _action(actions, "verify", "check every file against its hash")
-    export = _action(actions, "export", "write the backbone, and the class centres, as files", "OUT, --centres, --json")
+    actions = add_actions(parser, "info|verify|export|sign")
+    text = "describe the checkpoints: position, model, types, ranks, files"
+    info = add_action(actions, "info", _info, text)
+    verify = add_action(actions, "verify", _verify, "check every file against its hash")
+    text = "write the backbone, and the class centres, as files"
+    export = add_action(actions, "export", _export, text, replaces="OUT, --centres, --json")
+    signing = add_action(actions, "sign", _sign, "check every file, and sign the manifests")
+    for action in (info, verify, export, signing):
+        action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
+    for action in (info, verify, export):
+        add_verify_option(action)
     export.add_argument("out", type=Path, metavar="OUT", help="the backbone: a .safetensors or a .pt file")
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (ema_decay)")
-    export.add_argument(
-        "--centres", type=Path, metavar="FILE", help="write the class table too: a .npy file, float32 (classes, dim)"
-    )
-
-    signing = _action(actions, "sign", "check every file, and sign the manifests")
+    text = "write the class table too: a .npy file, float32 (classes, dim)"
+    export.add_argument("--centres", type=Path, metavar="FILE", help=text)
     signing.add_argument("key", type=Path, metavar="KEY", help="a private key: a PEM file of ed25519")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the action, print its result as text, and return it."""
-    return {"info": _info, "verify": _verify, "export": _export, "sign": _sign}[args.action](args)
 
 
 def exit_code(result: dict[str, Any] | None) -> int:
     """Return 1 where a checkpoint is not whole."""
     return int(any(each.get("problems") for each in (result or {}).get("checkpoints", ())))
-
-
-def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
-    )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
-    if name != "sign":
-        add_verify_option(parser)
-    add_result_options(parser, replaces=replaces, subcommand=True)
-    return parser
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +149,3 @@ def _sign(args: argparse.Namespace) -> dict[str, Any]:
         signatures.append(str(sign(path, key)))
         show(signatures[-1])
     return {"signatures": signatures}
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["checkpoint", *sys.argv[1:]]))

@@ -22,14 +22,16 @@ file X.keys.tsv beside it (lines key<TAB>class<TAB>path). An output that exists 
 """
 
 import argparse
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, new_folder
 from plsc.progress import counted, show
-from plsc.tools.entry import add_detector_option, add_outside_option, add_result_options
+from plsc.tools.entry import add_action, add_actions, add_detector_option, add_outside_option, natural, positive
+
+if TYPE_CHECKING:
+    from plsc.data.dataset import ImageDataset
 
 DRAWN_PAIRS = 6000
 HELP = "convert, check, count and align sets of images; make verification pairs"
@@ -37,108 +39,84 @@ HELP = "convert, check, count and align sets of images; make verification pairs"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands."""
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _configure_convert(
-        _command(commands, "convert", "write SOURCE as a .rec, or as a folder per identity", "OUT, --json")
-    )
-    _configure_check(_command(commands, "check", "decode every image; find duplicates and empty classes"))
-    _configure_stats(_command(commands, "stats", "show how many images the classes have", "--plot, --json"))
-    _configure_pairs(_command(commands, "pairs", "write a .bin of verification pairs of SOURCE", "OUT, --json"))
-    align = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
-    _configure_align(_command(commands, "align", align, "OUT, --json"))
-
-
-def _command(commands: Any, name: str, summary: str, replaces: str = "--json") -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
-    add_outside_option(parser)
-    add_result_options(parser, replaces=replaces, subcommand=True)
-    return parser
-
-
-def _configure_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder")
-    _add_encoding(parser)
-    parser.add_argument(
-        "--max-bad-records", type=int, default=1000, metavar="N", help="give up past N broken images (1000)"
-    )
-
-
-def _configure_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode (0: this one)")
-
-
-def _configure_stats(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the histogram into FILE (.png or .svg)")
+    actions = add_actions(parser, "COMMAND")
+    text = "write SOURCE as a .rec, or as a folder per identity"
+    convert = add_action(actions, "convert", _convert, text, replaces="OUT, --json")
+    check = add_action(actions, "check", _check, "decode every image; find duplicates and empty classes")
+    text = "show how many images the classes have"
+    stats = add_action(actions, "stats", _stats, text, replaces="--plot, --json")
+    pairs = add_action(actions, "pairs", _pairs, "write a .bin of verification pairs of SOURCE", replaces="OUT, --json")
+    text = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
+    align = add_action(actions, "align", _align, text, replaces="OUT, --json")
+    for action in (convert, check, stats, pairs, align):
+        action.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
+        add_outside_option(action)
+    convert.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder")
+    text = "give up past N broken images (1000)"
+    convert.add_argument("--max-bad-records", type=natural, default=1000, metavar="N", help=text)
+    check.add_argument("--workers", type=natural, default=0, metavar="N", help="processes that decode (0: this one)")
+    stats.add_argument("--plot", type=Path, metavar="FILE", help="draw the histogram into FILE (.png or .svg)")
+    _configure_pairs(pairs)
+    for action in (convert, pairs):
+        text = "resize to SxS and encode anew; without it, bytes are copied"
+        action.add_argument("--size", type=positive, metavar="S", help=text)
+        text = "for images encoded anew (jpeg, quality 95)"
+        action.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help=text)
+    _configure_align(align)
 
 
 def _configure_pairs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", type=Path, help="the .bin to write")
-    parser.add_argument(
-        "--list",
-        type=Path,
-        metavar="FILE",
-        help="take the pairs of this list, in LFW's form (pairs.txt), by the images' names (NAME/NAME_0001.jpg)",
-    )
-    parser.add_argument(
-        "--skip-missing", action="store_true", help="with --list: leave out pairs of which SOURCE lacks an image"
-    )
-    parser.add_argument("--pairs", type=int, metavar="N", help=f"number of pairs that are drawn ({DRAWN_PAIRS})")
-    parser.add_argument("--seed", type=int, metavar="N", help="another seed draws other pairs (0)")
-    _add_encoding(parser)
+    add = parser.add_argument
+    add("out", metavar="OUT", type=Path, help="the .bin to write")
+    text = "take the pairs of this list, in LFW's form (pairs.txt), by the images' names (NAME/NAME_0001.jpg)"
+    add("--list", type=Path, metavar="FILE", help=text)
+    add("--skip-missing", action="store_true", help="with --list: leave out pairs of which SOURCE lacks an image")
+    add("--pairs", type=int, metavar="N", help=f"number of pairs that are drawn ({DRAWN_PAIRS})")
+    add("--seed", type=natural, metavar="N", help="another seed draws other pairs (0)")
 
 
 def _configure_align(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a folder")
+    add = parser.add_argument
+    add("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a folder")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--landmarks",
-        type=Path,
-        metavar="FILE",
-        help='lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md',
-    )
+    text = 'lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md'
+    source.add_argument("--landmarks", type=Path, metavar="FILE", help=text)
     add_detector_option(source, "find each picture's largest face")
-    parser.add_argument("--size", type=int, default=112, metavar="S", help="side of the crops in pixels (112)")
-    parser.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that cut (0: this one)")
-    parser.add_argument(
-        "--max-bad-records", type=int, metavar="N", help="give up past N pictures without a face (any number)"
-    )
-
-
-def _add_encoding(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--size", type=int, metavar="S", help="resize to SxS and encode anew; without it, bytes are copied"
-    )
-    parser.add_argument(
-        "--encoding", choices=("jpeg", "png"), default="jpeg", help="for images encoded anew (jpeg, quality 95)"
-    )
-
-
-def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Run the sub-command; its result is what --json writes."""
-    result: dict[str, Any] = _RUN[args.command](args)
-    return result
+    add("--size", type=positive, default=112, metavar="S", help="side of the crops in pixels (112)")
+    add("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
+    add("--workers", type=natural, default=0, metavar="N", help="processes that cut (0: this one)")
+    add("--max-bad-records", type=natural, metavar="N", help="give up past N pictures without a face (any number)")
 
 
 def _convert(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data import open_dataset
-    from plsc.data.convert import check_out, convert
+    from plsc.data.convert import check_out
 
-    _at_least(args.max_bad_records, 0, "--max-bad-records")
     check_out(args.source, args.out, overwrite=args.overwrite)
-    dataset = open_dataset(args.source, image_size=_size(args), max_bad_records=args.max_bad_records)
-    result = convert(
-        dataset,
-        args.out,
-        encoding=args.encoding,
-        max_bad_records=args.max_bad_records,
-        overwrite=args.overwrite,
-    )
-    left_out = f", {result['left_out']:,} left out" if result["left_out"] else ""
-    show(f"{result['out']}: {_images_of_classes(result)}{left_out}")
+    dataset = open_dataset(args.source, image_size=args.size, max_bad_records=args.max_bad_records)
+    return _written(args, dataset)
+
+
+def _align(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.data import open_dataset
+    from plsc.data.alignment import AlignedImages
+    from plsc.data.convert import check_out
+    from plsc.embedding.sources import locator
+
+    check_out(args.source, args.out, overwrite=args.overwrite)
+    pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
+    faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
+    return _written(args, faces, "face", workers=args.workers, label="align")
+
+
+def _written(args: argparse.Namespace, images: "ImageDataset", noun: str = "image", **options: Any) -> dict[str, Any]:
+    from plsc.data.convert import convert
+
+    common = {"encoding": args.encoding, "max_bad_records": args.max_bad_records, "overwrite": args.overwrite}
+    result = convert(images, args.out, **common, **options)
+    lost = counted(result["left_out"], "picture") if noun == "face" else f"{result['left_out']:,}"
+    left_out = f", {lost} left out" if result["left_out"] else ""
+    show(f"{result['out']}: {_images_of_classes(result, noun)}{left_out}")
     return result
 
 
@@ -147,7 +125,6 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.inspection import check
     from plsc.files import write_json
 
-    _at_least(args.workers, 0, "--workers")
     dataset = open_dataset(args.source, image_size=None, max_bad_records=None)
     result = check(dataset, workers=args.workers)
     show(f"{result['source']}: {_images_of_classes(result)}")
@@ -205,8 +182,7 @@ def _drawn_pairs(args: argparse.Namespace) -> dict[str, Any]:
     if args.skip_missing:
         raise UsageError("--skip-missing goes with --list")
     seed = 0 if args.seed is None else args.seed
-    _at_least(seed, 0, "--seed")
-    dataset = open_dataset(args.source, image_size=_size(args))
+    dataset = open_dataset(args.source, image_size=args.size)
     pairs = DRAWN_PAIRS if args.pairs is None else args.pairs
     result = make_pairs(dataset, args.out, pairs=pairs, seed=seed, encoding=args.encoding, overwrite=args.overwrite)
     show(_pairs_text(result))
@@ -220,16 +196,9 @@ def _listed_pairs(args: argparse.Namespace) -> dict[str, Any]:
     if args.pairs is not None or args.seed is not None:
         raise UsageError("--list takes all pairs of the list; leave --pairs and --seed out")
     pair_list = read_pair_list(args.list)
-    size = _size(args)
-    dataset = open_pictures(args.source) if size is None else open_images(args.source, size)
-    result = pairs_of_list(
-        dataset,
-        pair_list,
-        args.out,
-        encoding=args.encoding,
-        skip_missing=args.skip_missing,
-        overwrite=args.overwrite,
-    )
+    dataset = open_pictures(args.source) if args.size is None else open_images(args.source, args.size)
+    options = {"encoding": args.encoding, "skip_missing": args.skip_missing, "overwrite": args.overwrite}
+    result = pairs_of_list(dataset, pair_list, args.out, **options)
     folds = f", in {counted(result['folds'], 'fold')}" if result["folds"] else ""
     left_out = f", {counted(result['left_out'], 'pair')} left out" if result["left_out"] else ""
     show(f"{_pairs_text(result)}{folds}{left_out}")
@@ -243,53 +212,5 @@ def _pairs_text(result: dict[str, Any]) -> str:
     )
 
 
-def _align(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data import open_dataset
-    from plsc.data.alignment import AlignedImages
-    from plsc.data.convert import check_out, convert
-    from plsc.embedding.sources import locator
-
-    _at_least(args.size, 1, "--size")
-    _at_least(args.workers, 0, "--workers")
-    if args.max_bad_records is not None:
-        _at_least(args.max_bad_records, 0, "--max-bad-records")
-    check_out(args.source, args.out, overwrite=args.overwrite)
-    pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
-    faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
-    result = convert(
-        faces,
-        args.out,
-        encoding=args.encoding,
-        max_bad_records=args.max_bad_records,
-        workers=args.workers,
-        label="align",
-        overwrite=args.overwrite,
-    )
-    left_out = f", {counted(result['left_out'], 'picture')} left out" if result["left_out"] else ""
-    show(f"{result['out']}: {_images_of_classes(result, 'face')}{left_out}")
-    return result
-
-
 def _images_of_classes(result: dict[str, Any], noun: str = "image") -> str:
     return f"{counted(result['images'], noun)} of {counted(result['classes'], 'class')}"
-
-
-def _size(args: argparse.Namespace) -> int | None:
-    if args.size is not None:
-        _at_least(args.size, 1, "--size")
-        return int(args.size)
-    return None
-
-
-def _at_least(value: int, minimum: int, name: str) -> None:
-    if value < minimum:
-        raise UsageError(f"{name} is {value}; it must be at least {minimum}")
-
-
-_RUN = {"convert": _convert, "check": _check, "stats": _stats, "pairs": _pairs, "align": _align}
-
-
-if __name__ == "__main__":
-    from plsc.tools.entry import main
-
-    raise SystemExit(main(["data", *sys.argv[1:]]))

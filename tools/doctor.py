@@ -22,34 +22,25 @@ or a bug report: it holds versions, figures and host names, and nothing else of 
 import argparse
 from typing import Any
 
-from plsc.errors import UsageError
+from plsc.doctor import LIMIT_SECONDS, SECTIONS
 from plsc.files import write_json
-from plsc.tools.entry import is_launched
+from plsc.tools.entry import above_0, is_launched, launch_ranks
 
 HELP = "examine this machine: versions, kernels against float64, rates, a training step; ok or FAIL a line"
-_SECTIONS = ("versions", "machine", "choices", "kernels", "rates", "collectives", "training", "plan")
-_LIMIT = 45.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks on this machine (1; one per GPU)")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=_SECTIONS, help="these sections alone")
-    parser.add_argument(
-        "--limit",
-        metavar="S",
-        type=float,
-        default=_LIMIT,
-        help="seconds without progress after which a rank is reported as hanging (%(default)g)",
-    )
+    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=SECTIONS, help="these sections alone")
+    text = "seconds without progress after which a rank is reported as hanging (%(default)g)"
+    parser.add_argument("--limit", metavar="S", type=above_0, default=LIMIT_SECONDS, help=text)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Start the ranks, or be one: print the report; its values as ``--json`` stores them."""
-    if not args.limit > 0:
-        raise UsageError(f"--limit {args.limit:g}: it has to be above 0")
     if args.nproc != 1 and not is_launched():
-        _launch(args)
+        launch_ranks(args)
         return None
     from plsc.doctor.examination import Examination
 
@@ -63,24 +54,3 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def exit_code(report: dict[str, Any] | None) -> int:
     """0 if all lines are ok, else 1; None of a rank that does not report."""
     return 0 if report is None or report["ok"] else 1
-
-
-def _launch(args: argparse.Namespace) -> None:
-    from plsc.parallel.launch import launch
-
-    options = ["--limit", str(args.limit)]
-    if args.only:
-        options += ["--only", *args.only]
-    if args.json is not None:
-        options += ["--json", str(args.json)]
-    code = launch(["doctor", *options, *(["--overwrite"] if args.overwrite else [])], args.nproc)
-    if code:
-        raise SystemExit(code)  # a rank has said why
-
-
-if __name__ == "__main__":
-    import sys
-
-    from plsc.tools.entry import main
-
-    raise SystemExit(main(["doctor", *sys.argv[1:]]))

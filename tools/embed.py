@@ -14,23 +14,24 @@ that all of them see.
 """
 
 import argparse
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.files import new_folder, read_json
+from plsc.files import new_folder
 from plsc.progress import counted, note, show
 from plsc.signing import load_private_key, sign
 from plsc.tools.entry import (
+    AUTO_PRECISION,
+    PRECISIONS,
     add_detector_option,
     add_outside_option,
     add_result_options,
     add_sign_option,
     add_verify_option,
     is_launched,
-    main,
+    launch_ranks,
+    positive,
 )
 
 HELP = "turn images into an embedding set"
@@ -38,36 +39,20 @@ HELP = "turn images into an embedding set"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("model", metavar="MODEL", help="run directory or model file")
-    parser.add_argument("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
-    parser.add_argument("--data", required=True, metavar="DIR|LIST|REC", help="the images")
-    parser.add_argument("--out", required=True, type=Path, metavar="EMB", help="folder to write")
-    parser.add_argument(
-        "--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="run directory or model file")
+    add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
+    add("--data", required=True, metavar="DIR|LIST|REC", help="the images")
+    add("--out", required=True, type=Path, metavar="EMB", help="folder to write")
+    add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)"
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)"
-    )
-    parser.add_argument(
-        "--nproc", type=int, default=1, metavar="N", help="processes, one per GPU where there are any (1)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="what the model computes in; it is recorded (auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU "
-        "and for .onnx, so that scores agree; bf16 is faster on CPUs with AMX or AVX512-BF16)",
-    )
-    parser.add_argument(
-        "--flip",
-        action="store_true",
-        help="average over each image and its mirror image: better, half as fast",
-    )
-    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
+    add("--batch-size", type=positive, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)")
+    add("--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)")
+    add("--nproc", type=positive, default=1, metavar="N", help="processes, one per GPU where there are any (1)")
+    text = f"what the model computes in; it is recorded {AUTO_PRECISION[:-1]}, so that scores agree; bf16 is faster on"
+    add("--precision", choices=PRECISIONS, default="auto", help=f"{text} CPUs with AMX or AVX512-BF16)")
+    add("--flip", action="store_true", help="average over each image and its mirror image: better, half as fast")
+    add("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
     add_sign_option(parser)
     add_outside_option(parser)
     add_verify_option(parser)
@@ -76,42 +61,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Embed, print a summary, and return it (on the first rank)."""
-    if args.nproc < 1:
-        raise UsageError(f"--nproc {args.nproc}: at least one process is needed")
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UsageError(f"--batch-size {args.batch_size}: at least one image is needed")
     key = None if args.sign is None else load_private_key(args.sign)
-    on_ranks = args.nproc > 1 and not is_launched()
-    summary = _on_ranks(args) if on_ranks else _embed(args)
-    if summary is not None and not on_ranks:
+    if args.nproc > 1 and not is_launched():
+        for path in (args.model, args.data):
+            if not Path(path).exists() and ":" not in path:
+                raise UsageError(f"there is no {path}")
+        with new_folder(args.out):
+            launch_ranks(args)
+        return None
+    summary = _embed(args)
+    if summary is not None:
         _report(summary)
-    if summary is not None and key is not None:
-        sign(args.out, key)
+        if key is not None:
+            sign(args.out, key)
     return summary
-
-
-def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """Run this command as ``--nproc`` ranks and return the first one's summary."""
-    from plsc.parallel.launch import launch
-
-    for path in (args.model, args.data):
-        if not Path(path).exists() and ":" not in path:
-            raise UsageError(f"there is no {path}")
-    with new_folder(args.out), tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        code = launch([*_argv(args), "--json", str(result)], args.nproc)
-        if code:
-            raise SystemExit(code)
-        summary: dict[str, Any] = read_json(result)
-        return summary
-
-
-def _argv(args: argparse.Namespace) -> list[str]:
-    argv = ["embed", str(args.model), "--data", str(args.data), "--out", str(args.out)]
-    for name in ("batch_size", "workers", "precision", "dtype", "landmarks", "detector"):
-        if getattr(args, name) is not None:
-            argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return [*argv, *(f"--{name}" for name in ("flip", "best", "overwrite") if getattr(args, name))]
 
 
 def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -158,7 +121,3 @@ def _report(summary: dict[str, Any]) -> None:
     if summary["warnings"]:
         key, message = summary["first_warnings"][0].values()
         note(warning_summary(summary["warnings"], summary["embedded"], key, message))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["embed", *sys.argv[1:]]))

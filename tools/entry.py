@@ -1,8 +1,9 @@
 """The command ``plsc``: finds the tool, parses its arguments, turns failures into one line and an exit code.
 
 Every other module of this package is a command: it defines ``HELP`` (a line for the overview), ``configure(parser)``
-and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``, and
-``args.options``, the names of its own options; ``exit_code(result)`` says whether a result that was found is a failure.
+and ``run(args)``, whose result ``--json`` writes, unless all its sub-commands have a ``run`` of their own
+(:func:`add_action`). ``args.argv`` is the whole command line. ``accepts_overrides = True`` gives it ``args.overrides``,
+and ``args.options``, the names of its own options; ``exit_code(result)`` says whether a result is a failure.
 
 A command imports torch, and whatever imports it, in ``run`` only: help and usage errors take no time then.
 """
@@ -10,6 +11,7 @@ A command imports torch, and whatever imports it, in ``run`` only: help and usag
 import argparse
 import contextlib
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
@@ -41,6 +43,27 @@ _LONGEST_LINE = 2000  # characters of an error
 
 # argparse's names of the types of options' values, in words.
 _EXPECTED = {"int": "a whole number", "float": "a number"}
+Number = TypeVar("Number", int, float)
+
+
+def number(read: Callable[[str], Number], holds: Callable[[Number], bool], wanted: str) -> Callable[[str], Number]:
+    """Make a type of an option's value: what ``read`` makes of it, refused by saying ``wanted`` unless it ``holds``."""
+
+    def parse(text: str) -> Number:
+        value = read(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text}: {wanted}")
+        return value
+
+    parse.__name__ = getattr(read, "__name__", "number")  # in argparse's message where ``read`` fails
+    return parse
+
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # that a model can compute in
+AUTO_PRECISION = "(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)"
+positive = number(int, lambda value: value >= 1, "it must be at least 1")
+natural = number(int, lambda value: value >= 0, "it must not be negative")
+above_0 = number(float, lambda value: value > 0, "it must be more than 0")
 
 
 class ArgumentError(UsageError):
@@ -77,6 +100,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Raise :class:`ArgumentError` in place of printing the usage and ending the process."""
         for type_name, expected in _EXPECTED.items():
             message = re.sub(rf"invalid {type_name} value: ('.*')$", rf"\1 is not {expected}", message)
+        message = re.sub(r"^argument (--\S+): (\S+: )", r"\1 \2", message)  # a number's type that refused it
         raise ArgumentError(self.prog, message.removeprefix("argument "))
 
     def _refuse_unknown_options(self, words: list[str]) -> None:
@@ -152,6 +176,40 @@ def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "--js
         parser.add_argument("--overwrite", action="store_true", help=text, **unset)
 
 
+def add_actions(parser: argparse.ArgumentParser, metavar: str) -> Any:
+    """Make the place for a command's sub-commands, of which one must be given."""
+    return parser.add_subparsers(dest="action", required=True, metavar=metavar)
+
+
+def add_action(
+    actions: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], Any],
+    text: str,
+    *,
+    replaces: str = "--json",
+) -> argparse.ArgumentParser:
+    """Declare a sub-command, which ``--help`` describes by the docstring of ``run``.
+
+    Args:
+        actions: of :func:`add_actions`.
+        name: of the sub-command.
+        run: carries it out; its result is what ``--json`` writes.
+        text: its line of help, and its description where ``run`` has no docstring.
+        replaces: the arguments whose files --overwrite replaces, for its help.
+    """
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=text,
+        description=inspect.getdoc(run) or f"{text[0].upper()}{text[1:]}.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add_result_options(parser, replaces=replaces, subcommand=True)
+    return parser
+
+
 def add_verify_option(parser: argparse.ArgumentParser) -> None:
     """Declare --verify-key and --verify-from, for a command that reads what others made."""
     text = f"refuse what is not signed by this key: a PEM file of ed25519 (default: ${VERIFY_KEY})"
@@ -208,8 +266,9 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     add_result_options(parser)
     try:
         args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
+        args.argv = [name, *argv]
         with _result_file(args) as write, _reading_as(args):
-            result = tool.run(args)
+            result = (tool.run if hasattr(tool, "run") else args.run)(args)
             write(result)
         return int(tool.exit_code(result)) if hasattr(tool, "exit_code") else 0
     except ArgumentError as error:
@@ -255,6 +314,18 @@ def _parse(parser: ArgumentParser, argv: list[str], *, overrides: bool) -> argpa
     args.overrides = pairs + unknown
     args.options = options
     return args
+
+
+def launch_ranks(args: argparse.Namespace) -> None:
+    """Run this command line as ``args.nproc`` ranks, the first of which prints and writes the result.
+
+    Raises:
+        SystemExit: with the code of the rank that failed, and has said why.
+    """
+    from plsc.parallel.launch import launch
+
+    if code := launch(args.argv, args.nproc):
+        raise SystemExit(code)
 
 
 def is_launched() -> bool:

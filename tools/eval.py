@@ -28,14 +28,23 @@ pairs have to match at each rate. Pictures are compared as they are searched, wi
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, write_json
 from plsc.progress import note, show
-from plsc.tools.entry import add_outside_option, add_result_options, add_verify_option
+from plsc.tools.entry import (
+    AUTO_PRECISION,
+    PRECISIONS,
+    add_outside_option,
+    add_result_options,
+    add_verify_option,
+    is_launched,
+    launch_ranks,
+    natural,
+    positive,
+)
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -56,17 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the ROC curves (.png, .svg or .pdf)")
     add("--histogram", type=Path, metavar="FILE", help="draw the scores of same and different pairs")
     add("--calibration", type=Path, metavar="FILE", help="write the thresholds of false-match rates (.json)")
-    add(
-        "--precision",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)",
-    )
-    add("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
-    add("--image-size", type=int, default=112, metavar="N", help="of raw-pixels (default: 112)")
-    add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
+    add("--precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
+    add("--batch-size", type=positive, default=64, metavar="N", help="images at a time (default: 64)")
+    add("--image-size", type=positive, default=112, metavar="N", help="of raw-pixels (default: 112)")
+    add("--seed", type=natural, default=0, metavar="N", help="draws the pairs (default: 0)")
     add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
-    add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
+    add("--nproc", type=positive, default=1, metavar="N", help="share the work among N ranks here")
     add_outside_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
@@ -74,13 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Evaluate, print the table on the first rank, and return ``{"model", "sets"}`` there."""
-    from plsc.parallel.launch import launch
-    from plsc.tools.entry import is_launched
-
     _check(args)
     if args.nproc > 1 and not is_launched():
-        if code := launch(_argv(args), args.nproc):
-            raise SystemExit(code)
+        launch_ranks(args)
         return None
     return _evaluate(args)
 
@@ -95,11 +95,6 @@ def _check(args: argparse.Namespace) -> None:
     for path in args.pairs:
         if Path(path).suffix != ".bin":
             raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
-    for option in ("batch_size", "nproc", "image_size"):
-        if (value := getattr(args, option)) < 1:
-            raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")
-    if args.seed < 0:
-        raise UsageError(f"--seed {args.seed}: it must not be negative")
     if args.best and args.model == RAW_PIXELS:
         raise UsageError("--best chooses among the weights of a run directory; leave it out")
     for figure in (args.plot, args.histogram):
@@ -128,29 +123,6 @@ def _check_calibration(args: argparse.Namespace) -> None:
     if args.calibration.is_dir() or not args.calibration.absolute().parent.is_dir():
         raise UsageError(f"--calibration {args.calibration}: name a file in a folder that exists")
     check_output(args.calibration, overwrite=args.overwrite)
-
-
-def _argv(args: argparse.Namespace) -> list[str]:
-    """Return the command line of one rank."""
-    argv = ["eval", args.model]
-    for name in ("pairs", "data"):
-        argv += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
-    for name in ("ijb", "plot", "histogram", "calibration", "json"):
-        argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
-    argv += [f"--{name}" for name in ("best", "overwrite") if getattr(args, name)]
-    return [
-        *argv,
-        "--precision",
-        args.precision,
-        "--batch-size",
-        str(args.batch_size),
-        "--image-size",
-        str(args.image_size),
-        "--seed",
-        str(args.seed),
-        "--flip",
-        args.flip,
-    ]
 
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -229,9 +201,3 @@ def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:
         if target is not None:
             draw(sets, target)
             show(f"drawn: {target}")
-
-
-if __name__ == "__main__":
-    from plsc.tools.entry import main
-
-    raise SystemExit(main(["eval", *sys.argv[1:]]))

@@ -12,14 +12,13 @@ example: plsc export runs/faces --format onnx --out faces.onnx
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
 from plsc.files import check_output, remove_leftovers
 from plsc.progress import show
-from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, main
+from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option
 
 HELP = "write a trained backbone as ONNX, a torch program or arcface_torch's weights"
 FORMATS = ("onnx", "torch", "insightface")
@@ -31,12 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--best", action="store_true", help="of RUN, the weights of the best evaluation")
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
     parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the file to write")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        help="largest difference allowed, as a share of the largest embedding value (default %(default)g)",
-    )
+    text = "largest difference allowed, as a share of the largest embedding value (default %(default)g)"
+    parser.add_argument("--tolerance", type=float, default=1e-4, help=text)
     add_sign_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="--out, --json")
@@ -69,7 +64,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
     )
     return result
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["export", *sys.argv[1:]]))

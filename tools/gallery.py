@@ -29,7 +29,7 @@ from plsc.errors import UsageError
 from plsc.gallery.backends import display_name, open_store, store_folder
 from plsc.gallery.store import Store
 from plsc.progress import counted, show
-from plsc.tools.entry import add_outside_option, add_result_options, add_verify_option, main
+from plsc.tools.entry import add_action, add_actions, add_outside_option, add_verify_option, number
 
 HELP = "verify, compact, copy, export and import a gallery; enrol folders; verify its audit log"
 MAX_PARALLEL = 32
@@ -37,57 +37,48 @@ MAX_PARALLEL = 32
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    names = "check|compact|snapshot|restore|export|import|rotate-key|audit|enrol"
-    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
-    check = _action(actions, "check", "verify every row and every file")
-    check.add_argument("--snapshots", type=Path, metavar="DIR", help="of plsc serve --snapshots, to be looked into too")
-    _add_keys(check)
-    compact = _action(
-        actions,
-        "compact",
-        "delete who expired, and bring changes into the files: none then holds what was deleted",
-    )
+    actions = add_actions(parser, "check|compact|snapshot|restore|export|import|rotate-key|audit|enrol")
+    check = _action(actions, "check", _check, "verify every row and every file")
+    text = "delete who expired, and bring changes into the files: none then holds what was deleted"
+    compact = _action(actions, "compact", _compact, text)
+    snapshot = _action(actions, "snapshot", _snapshot, "write a consistent copy")
+    restore = add_action(actions, "restore", _restore, "make a new store of a snapshot")
+    restore.add_argument("snapshot", metavar="SNAPSHOT")
+    export = _action(actions, "export", _export, "write a collection as an embedding set")
+    text = "enrol an embedding set, a person for each class; makes store and collection"
+    importing = _action(actions, "import", _import, text)
+    rotate = _action(actions, "rotate-key", _rotate_key, "put an encrypted store under another key file")
+    for action in (check, compact, snapshot, restore, export, importing, rotate):
+        action.add_argument("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store")
+    text = "of plsc serve --snapshots, to be looked into too"
+    check.add_argument("--snapshots", type=Path, metavar="DIR", help=text)
     compact.add_argument("--collection", metavar="NAME", help="this one alone (all)")
-    compact.add_argument(
-        "--thumbnails", type=Path, metavar="DIR", help="of plsc serve --thumbnails, where those expired have theirs"
-    )
-    snapshot = _action(actions, "snapshot", "write a consistent copy")
+    text = "of plsc serve --thumbnails, where those expired have theirs"
+    compact.add_argument("--thumbnails", type=Path, metavar="DIR", help=text)
     snapshot.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
-    restore = _action(actions, "restore", "make a new store of a snapshot", "snapshot", "SNAPSHOT")
     restore.add_argument("--store", required=True, metavar="STORE", help="new folder; a server's copy goes anywhere")
-    _add_keys(restore)
-    export = _action(actions, "export", "write a collection as an embedding set")
-    export.add_argument("collection", metavar="COLLECTION")
+    text = "of an encrypted snapshot's store (keys of the store that it lies in)"
+    for action in (check, restore):
+        action.add_argument("--keys", type=Path, metavar="FILE", help=text)
+    for action in (export, importing):
+        action.add_argument("collection", metavar="COLLECTION")
     export.add_argument("--out", required=True, type=Path, metavar="EMB", help="new folder")
-    enrol = _action(actions, "import", "enrol an embedding set, a person for each class; makes store and collection")
-    enrol.add_argument("collection", metavar="COLLECTION")
-    enrol.add_argument("set", type=Path, metavar="EMB")
-    rotate = _action(actions, "rotate-key", "put an encrypted store under another key file")
+    importing.add_argument("set", type=Path, metavar="EMB")
+    add_verify_option(importing)
     rotate.add_argument("--new-key", required=True, type=Path, metavar="KEYFILE", help="the next key file")
-    audit = _action(actions, "audit", "print the audit log, or verify that no line is missing or altered")
+    text = "print the audit log, or verify that no line is missing or altered"
+    audit = _action(actions, "audit", _audit, text)
     audit.add_argument("--verify", action="store_true", help="check the chain of its lines")
-    audit.add_argument(
-        "--head", metavar="HEAD", help="NUMBER:SHA256 noted earlier; then lines cut off its end show too"
-    )
-    add_verify_option(enrol)
-    _add_enrol(actions)
+    text = "NUMBER:SHA256 noted earlier; then lines cut off its end show too"
+    audit.add_argument("--head", metavar="HEAD", help=text)
+    _configure_enrol(actions)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the action, print its result as text, and return it."""
     os.umask(0o077)  # all that is written here holds faces
-    actions = {
-        "check": _check,
-        "compact": _compact,
-        "snapshot": _snapshot,
-        "restore": _restore,
-        "export": _export,
-        "import": _import,
-        "rotate-key": _rotate_key,
-        "audit": _audit,
-        "enrol": _enrol,
-    }
-    return actions[args.action](args)
+    result: dict[str, Any] = args.run(args)
+    return result
 
 
 def exit_code(result: dict[str, Any] | None) -> int:
@@ -95,39 +86,25 @@ def exit_code(result: dict[str, Any] | None) -> int:
     return int(bool(result and (result.get("failed") or result.get("stopped"))))
 
 
-def _action(
-    actions: Any, name: str, text: str, first: str = "store", metavar: str = "STORE"
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
-    )
-    parser.add_argument(first, metavar=metavar)
-    if name not in ("audit", "enrol"):
-        parser.add_argument("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store")
-    add_result_options(parser, subcommand=True)
+def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser = add_action(actions, name, run, text)
+    parser.add_argument("store", metavar="STORE")
     return parser
 
 
-def _add_enrol(actions: Any) -> None:
+def _configure_enrol(actions: Any) -> None:
     text = "enrol a folder of folders into a running service, a person for each"
-    parser = _action(actions, "enrol", text, "url", "URL")
-    add_outside_option(parser)
+    parser = add_action(actions, "enrol", _enrol, text)
     add = parser.add_argument
+    add("url", metavar="URL")
+    add_outside_option(parser)
     add("folder", type=Path, metavar="FOLDER", help="holds a sub-folder of pictures for each person, named as they are")
     add("--collection", default="people", metavar="NAME", help="is made if there is none (people)")
     add("--token-file", type=Path, metavar="FILE", help="holds the secret (default: $PLSC_TOKEN)")
-    add(
-        "--on-known",
-        choices=("ask", "skip", "add", "enrol"),
-        help="where a picture matches somebody enrolled, at the service's threshold (ask; skip without a terminal)",
-    )
-    add("--parallel", type=int, default=4, metavar="N", help="people at a time (4)")
-
-
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--keys", type=Path, metavar="FILE", help="of an encrypted snapshot's store (keys of the store that it lies in)"
-    )
+    text = "where a picture matches somebody enrolled, at the service's threshold (ask; skip without a terminal)"
+    add("--on-known", choices=("ask", "skip", "add", "enrol"), help=text)
+    parallel = number(int, lambda value: 1 <= value <= MAX_PARALLEL, f"it lies between 1 and {MAX_PARALLEL}")
+    add("--parallel", type=parallel, default=4, metavar="N", help="people at a time (4)")
 
 
 @contextmanager
@@ -299,8 +276,6 @@ def _enrol(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.client import Client, token_from
     from plsc.gallery.enrolment import enrol_folder
 
-    if not 1 <= args.parallel <= MAX_PARALLEL:
-        raise UsageError(f"--parallel {args.parallel}: it lies between 1 and {MAX_PARALLEL}")
     on_known = args.on_known
     if on_known is None:
         on_known = "ask" if sys.stdin.isatty() else "skip"
@@ -328,7 +303,3 @@ def _figure(name: str, value: int | bool) -> str:
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
     return counted(value, name.removesuffix("s").replace("_", " "))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["gallery", *sys.argv[1:]]))

@@ -18,7 +18,14 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.progress import counted, note, show
-from plsc.tools.entry import add_outside_option, add_result_options, add_sign_option, add_verify_option, main
+from plsc.tools.entry import (
+    add_action,
+    add_actions,
+    add_outside_option,
+    add_sign_option,
+    add_verify_option,
+    positive,
+)
 
 HELP = "build, search and check an index of embeddings"
 PRINTED = 20  # queries whose matches are printed on a terminal
@@ -26,77 +33,55 @@ PRINTED = 20  # queries whose matches are printed on a terminal
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="build|search|check")
-    build = _action(actions, "build", "make an index from embedding sets", replaces="IDX, --json")
-    build.add_argument("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
-    build.add_argument("--out", required=True, type=Path, metavar="IDX", help="folder to write")
-    build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw", "pq"), default="auto", help="(auto)")
-    build.add_argument(
-        "--recall", type=float, default=0.99, metavar="R", help="least recall of an approximate kind (0.99)"
-    )
-    build.add_argument(
-        "--recall-at",
-        type=int,
-        choices=(1, 10),
-        default=10,
-        help="of the nearest alone, or of the ten nearest too (10)",
-    )
-    build.add_argument(
-        "--latency-ms",
-        type=float,
-        metavar="L",
-        help="with --kind auto: longest time of a single query; an approximate structure only if exact takes longer",
-    )
-    build.add_argument(
-        "--max-memory",
-        metavar="M",
-        help="memory of the build, as 4GB or 4GiB: larger IVF structures are added part by part and merged on disk",
-    )
-    build.add_argument("--memory", action=_FormerMaxMemory, dest="max_memory", help=argparse.SUPPRESS)
-    build.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
-    )
-    add_sign_option(build)
-    add_verify_option(build)
-    search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
-    search.add_argument("index", type=Path, metavar="IDX", help="an index, or with --server a collection's name")
-    search.add_argument(
-        "--query", required=True, metavar="IMAGE|DIR|EMB", help="image, folder of images, or embedding set"
-    )
-    search.add_argument("--k", type=int, default=10, metavar="N", help="matches for each query (10)")
-    search.add_argument(
-        "--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)"
-    )
-    search.add_argument(
-        "--best", action="store_true", help="of a run directory given as MODEL, the weights of the best evaluation"
-    )
-    search.add_argument("--server", metavar="URL", help="search a collection of a running plsc serve")
-    search.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)"
-    )
+    actions = add_actions(parser, "build|search|check")
+    build = add_action(actions, "build", _build, "make an index from embedding sets", replaces="IDX, --json")
+    text = "find what is most like an image or the rows of an embedding set"
+    search = add_action(actions, "search", _search, text)
+    check = add_action(actions, "check", _check, "verify every file, and measure the recall again")
+    text = "CPU threads (default: OMP_NUM_THREADS, else all cores)"
+    for action in (build, search, check):
+        action.add_argument("--threads", type=positive, metavar="N", help=text)
+        add_verify_option(action)
+    _configure_build(build)
+    add = search.add_argument
+    add("index", type=Path, metavar="IDX", help="an index, or with --server a collection's name")
+    add("--query", required=True, metavar="IMAGE|DIR|EMB", help="image, folder of images, or embedding set")
+    add("--k", type=positive, default=10, metavar="N", help="matches for each query (10)")
+    add("--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)")
+    add("--best", action="store_true", help="of a run directory given as MODEL, the weights of the best evaluation")
+    add("--server", metavar="URL", help="search a collection of a running plsc serve")
+    add("--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)")
     add_outside_option(search)
-    add_verify_option(search)
-    check = _action(actions, "check", "verify every file, and measure the recall again")
     check.add_argument("index", type=Path, metavar="IDX")
-    add_verify_option(check)
+
+
+def _configure_build(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
+    add("--out", required=True, type=Path, metavar="IDX", help="folder to write")
+    add("--kind", choices=("auto", "exact", "ivf", "hnsw", "pq"), default="auto", help="(auto)")
+    add("--recall", type=float, default=0.99, metavar="R", help="least recall of an approximate kind (0.99)")
+    text = "of the nearest alone, or of the ten nearest too (10)"
+    add("--recall-at", type=int, choices=(1, 10), default=10, help=text)
+    text = "with --kind auto: longest time of a single query; an approximate structure only if exact takes longer"
+    add("--latency-ms", type=float, metavar="L", help=text)
+    text = "memory of the build, as 4GB or 4GiB: larger IVF structures are added part by part and merged on disk"
+    add("--max-memory", metavar="M", help=text)
+    add("--memory", action=_FormerMaxMemory, dest="max_memory", help=argparse.SUPPRESS)
+    add("--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)")
+    add_sign_option(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the action, print its result as text, and return it."""
     if args.threads is not None:
-        _use_threads(args.threads)
-    return {"build": _build, "search": _search, "check": _check}[args.action](args)
+        import torch
+        from plsc.index.scan import load_faiss
 
-
-def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, else all cores)"
-    )
-    add_result_options(parser, replaces=replaces, subcommand=True)
-    return parser
+        load_faiss().omp_set_num_threads(args.threads)
+        torch.set_num_threads(args.threads)
+    result: dict[str, Any] = args.run(args)
+    return result
 
 
 class _FormerMaxMemory(argparse.Action):
@@ -107,17 +92,6 @@ class _FormerMaxMemory(argparse.Action):
     ) -> None:
         note(f"plsc: {option_string} is deprecated: write --max-memory")
         setattr(namespace, self.dest, values)
-
-
-def _use_threads(count: int) -> None:
-    if count < 1:
-        raise UsageError(f"--threads {count}: at least one is needed")
-    import torch
-
-    from plsc.index.scan import load_faiss
-
-    load_faiss().omp_set_num_threads(count)
-    torch.set_num_threads(count)
 
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,27 +116,15 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         show(f"single query {latency['ms']:.2f} ms, exact {latency['exact_ms']:.2f}, asked {latency['asked_ms']:g}")
     if left:
         show(f"left out: {left}")
-    names = (
-        "rows",
-        "dim",
-        "kind",
-        "parameters",
-        "recall",
-        "recall_asked",
-        "held_out",
-        "left_out",
-        "contract_id",
-        "build_seconds",
-    )
-    return {"out": str(args.out), **{name: manifest[name] for name in names}, "latency": manifest.get("latency")}
+    measured = ("recall", "recall_asked", "held_out", "left_out", "contract_id", "build_seconds")
+    told = {name: manifest[name] for name in ("rows", "dim", "kind", "parameters", *measured)}
+    return {"out": str(args.out), **told, "latency": manifest.get("latency")}
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index import Index
     from plsc.index.query import answer, open_queries
 
-    if args.k < 1:
-        raise UsageError(f"--k {args.k}: at least one neighbour must be asked for")
     if args.best and args.model is None:
         raise UsageError("--best chooses among the weights of a run: name it with --model RUN")
     if args.server is not None:
@@ -234,7 +196,3 @@ def _recall(recall: dict[str, Any], kind: str) -> str:
     against = "float64" if kind == "exact" else "exact search, on rows held out"
     shares = f"recall@1 {recall['recall@1']:.4f}, recall@10 {recall['recall@10']:.4f}"
     return f"{shares} over {counted(recall['queries'], 'query')}, against {against}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["index", *sys.argv[1:]]))

@@ -16,7 +16,6 @@ Exit code 1 where nothing fits, with what to change.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from plsc import sizes
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
 from plsc.progress import note, show
-from plsc.tools.entry import main
+from plsc.tools.entry import above_0, number
 
 HELP = "what fits on which GPUs and how long a step takes, before one is rented"
 
@@ -44,29 +43,28 @@ _PLACEMENT = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", type=Path, help="what would be trained")
-    parser.add_argument("--gpus", metavar="N", type=_count, default=1, help="GPUs, a rank each (default: 1)")
-    parser.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="GPUs of a machine (default: 8)")
-    parser.add_argument("--gpu-memory", metavar="80GB", help="memory of a GPU (default: the named device's)")
-    parser.add_argument("--host-memory", metavar="1TB", help="memory of a machine that tables may take (default: none)")
-    parser.add_argument(
-        "--classes", metavar="C", type=_count, help="classes, as 2059906, 2M or 1e6, where the data is not at hand"
-    )
-    parser.add_argument("--images", metavar="N", type=_count, help="images of an epoch, likewise")
-    parser.add_argument("--device", metavar="NAME", default="h100", help="h100 (default), h200, b200, a100, v100, …")
-    parser.add_argument("--measure", action="store_true", help="measure the speeds of this machine instead")
-    parser.add_argument("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
-    parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
-    parser.add_argument(
-        "--link", metavar="NAME|GB/s", help="inside a machine: nvlink (default, where there is one), pcie, or GB/s"
-    )
-    parser.add_argument(
-        "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
-    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", nargs="?", type=Path, help="what would be trained")
+    add("--gpus", metavar="N", type=_count, default=1, help="GPUs, a rank each (default: 1)")
+    add("--gpus-per-node", metavar="N", type=_count, default=8, help="GPUs of a machine (default: 8)")
+    add("--gpu-memory", metavar="80GB", help="memory of a GPU (default: the named device's)")
+    add("--host-memory", metavar="1TB", help="memory of a machine that tables may take (default: none)")
+    text = "classes, as 2059906, 2M or 1e6, where the data is not at hand"
+    add("--classes", metavar="C", type=_count, help=text)
+    images = number(_count, lambda value: value >= 1, "at least one is needed")
+    add("--images", metavar="N", type=images, help="images of an epoch, likewise")
+    add("--device", metavar="NAME", default="h100", help="h100 (default), h200, b200, a100, v100, …")
+    add("--measure", action="store_true", help="measure the speeds of this machine instead")
+    add("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
+    add("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
+    text = "inside a machine: nvlink (default, where there is one), pcie, or GB/s"
+    add("--link", metavar="NAME|GB/s", help=text)
+    text = "between machines, per GPU (default: infiniband)"
+    add("--between", metavar="NAME|GB/s", default="infiniband", help=text)
     for option, (key, help_text) in _PLACEMENT.items():
         parser.add_argument(option, metavar=key.rpartition(".")[2].upper(), help=f"{help_text} ({key})")
     parser.add_argument("--offload", action="store_true", help="keep the backbone in host memory (parallel.offload)")
-    parser.add_argument("--images-per-second", metavar="R", type=float, help="sampling is considered below this rate")
+    parser.add_argument("--images-per-second", metavar="R", type=above_0, help="sampling is considered below this rate")
     parser.epilog = (
         "--KEY VALUE: any key of the configuration (plsc train --list-keys), as --head.weight_dtype bfloat16"
     )
@@ -140,10 +138,6 @@ def _machine(args: argparse.Namespace) -> Any:
 
 def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
     """Classes and images: as given, else the data's."""
-    if args.images is not None and args.images < 1:
-        raise UsageError(f"--images {args.images}: at least one is needed")
-    if args.images_per_second is not None and not args.images_per_second > 0:
-        raise UsageError(f"--images-per-second {args.images_per_second}: it has to be above 0")
     if args.classes is not None:
         return args.classes, args.images
     from plsc.train.components import open_training_data
@@ -153,7 +147,3 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
         raise UsageError(f"data.train = {source} is not here to count its classes; give --classes C")
     dataset = open_training_data(config.data)
     return dataset.num_classes, args.images if args.images is not None else len(dataset)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["plan", *sys.argv[1:]]))

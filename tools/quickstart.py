@@ -11,7 +11,6 @@ does so at once.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,3 @@ def _run_steps(paths: QuickstartPaths) -> dict[str, Any]:
         "",
     )
     return result.report
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["quickstart", *sys.argv[1:]]))

@@ -10,22 +10,29 @@ with landmarks or --detector finds the face. docs/serving.md shows every request
 
 import argparse
 import os
-import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
 from plsc.gallery.backends import SPEC_FORMS, display_name, store_folder
 from plsc.gallery.sqlite import COMPACT_WITHIN
 from plsc.progress import show
-from plsc.tools.entry import add_detector_option, add_verify_option, main
+from plsc.tools.entry import (
+    AUTO_PRECISION,
+    PRECISIONS,
+    add_detector_option,
+    add_verify_option,
+    number,
+    positive,
+)
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
     from plsc.evaluation.calibration import Calibration
     from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
-    from plsc.serve.settings import Limits, Settings
+    from plsc.serve.settings import Settings
 
 HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
@@ -44,27 +51,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=Path, metavar="FILE", help="who may call: a file made by plsc tokens")
     add("--metrics-port", type=int, metavar="N", help="show Prometheus metrics there (default: nowhere)")
     judge = parser.add_argument_group("judging")
-    judge.add_argument("--threshold", type=float, metavar="T", help="cosine above which two faces may be one person")
+    cosine = number(float, lambda value: -1 <= value <= 1, "a cosine lies between -1 and 1")
+    judge.add_argument("--threshold", type=cosine, metavar="T", help="cosine above which two faces may be one person")
     judge.add_argument("--calibration", type=Path, metavar="FILE", help="or what plsc eval --calibration measured")
     judge.add_argument("--fmr", type=float, metavar="R", help="its false-match rate to keep (1e-4, if measured)")
-    judge.add_argument(
-        "--score-step", type=float, default=0.01, metavar="S", help="of scores shown to tokens without vectors (0.01)"
-    )
+    step = number(float, lambda value: 0 <= value <= 1, "it lies between 0 (exact scores) and 1")
+    text = "of scores shown to tokens without vectors (0.01)"
+    judge.add_argument("--score-step", type=step, default=0.01, metavar="S", help=text)
     add_verify_option(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
-    model.add_argument(
-        "--model-precision",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)",
-    )
+    model.add_argument("--model-precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     add_detector_option(model, "find faces in pictures without landmarks")
     search = parser.add_argument_group("searching")
     search.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the vectors in memory (bf16)")
     search.add_argument("--latency-ms", type=float, metavar="L", help="allow approximate search where exact misses it")
-    search.add_argument("--max-batch", type=int, default=64, metavar="N", help="rows of a device batch (64)")
+    search.add_argument("--max-batch", type=positive, default=64, metavar="N", help="rows of a device batch (64)")
     search.add_argument("--max-wait-ms", type=float, default=2.0, metavar="W", help="longest wait to fill one (2)")
     _add_limits(parser)
     _add_store(parser)
@@ -93,51 +96,50 @@ def run(args: argparse.Namespace) -> None:
     server.run(load, ready)
 
 
+def _mebibytes(text: str) -> int:
+    return positive(text) * MIB
+
+
+_mebibytes.__name__ = "int"  # in the message where it is no number
+
+
 def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Declare the limits, under the names that they have in :class:`plsc.serve.settings.Limits`."""
     add = parser.add_argument_group("limits").add_argument
-    add("--max-body-mib", type=int, default=16, metavar="N", help="of a request (16)")
-    add("--max-megapixels", type=float, default=13.0, metavar="N", help="of a picture; larger JPEGs shrink (13)")
-    add("--max-inputs", type=int, default=256, metavar="N", help="pictures and vectors a request (256)")
-    add("--max-collections", type=int, default=1000, metavar="N", help="(1000)")
-    add("--max-persons", type=int, metavar="N", help="of a collection (any number)")
-    add("--max-store-mib", type=int, metavar="N", help="of a store in a folder (any size)")
-    add("--max-metadata-bytes", type=int, metavar="N", help="of a person, as JSON (64 entries)")
-    add("--max-answer-mib", type=int, default=16, metavar="N", help="of an answer about people (16)")
-    add("--queue", type=int, default=4096, metavar="N", help="rows that may wait (4096)")
-    add("--connections", type=int, default=1024, metavar="N", help="of known callers, at once (1024)")
-    add("--anonymous-connections", type=int, default=2048, metavar="N", help="of others (2048)")
-    add(
-        "--token-share",
-        type=float,
-        default=0.25,
-        metavar="S",
-        help="of connections, requests in flight and their bodies, what one token may have at a time (0.25)",
-    )
-    add(
-        "--rate-limit",
-        nargs="+",
-        default=[],
-        metavar="KIND=N",
-        help="requests, searches, embeddings or writes a second of each caller, or N/m, N/h (none)",
-    )
+    megapixels = number(float, lambda value: 0 < value <= MAX_MEGAPIXELS, f"it lies between 0 and {MAX_MEGAPIXELS}")
+    share = number(float, lambda value: 0 < value <= 1, "it lies between 0 and 1, which gives one token everything")
+    mib: dict[str, Any] = {"type": _mebibytes, "metavar": "N"}
+    count: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--max-body-mib", dest="body_bytes", **mib, default=16 * MIB, help="of a request (16)")
+    text = "of a picture; larger JPEGs shrink (13)"
+    add("--max-megapixels", type=megapixels, default=13.0, metavar="N", help=text)
+    add("--max-inputs", dest="inputs", **count, default=256, help="pictures and vectors a request (256)")
+    add("--max-collections", dest="collections", **count, default=1000, help="(1000)")
+    add("--max-persons", dest="persons", **count, help="of a collection (any number)")
+    add("--max-store-mib", dest="store_bytes", **mib, help="of a store in a folder (any size)")
+    add("--max-metadata-bytes", dest="metadata_bytes", **count, help="of a person, as JSON (64 entries)")
+    add("--max-answer-mib", dest="answer_bytes", **mib, default=16 * MIB, help="of an answer about people (16)")
+    add("--queue", **count, default=4096, help="rows that may wait (4096)")
+    add("--connections", **count, default=1024, help="of known callers, at once (1024)")
+    add("--anonymous-connections", **count, default=2048, help="of others (2048)")
+    text = "of connections, requests in flight and their bodies, what one token may have at a time (0.25)"
+    add("--token-share", type=share, default=0.25, metavar="S", help=text)
+    text = "requests, searches, embeddings or writes a second of each caller, or N/m, N/h (none)"
+    add("--rate-limit", nargs="+", default=[], metavar="KIND=N", help=text)
     add("--drain-seconds", type=float, default=20.0, metavar="S", help="for the end (20)")
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--decode-processes", type=int, metavar="N", help="that decode pictures, for one caller (half the cores)")
+    cores = max((os.cpu_count() or 1) // 2, 1)
+    text = "that decode pictures, for one caller (half the cores)"
+    add("--decode-processes", type=positive, default=cores, metavar="N", help=text)
     add("--encrypt", type=Path, metavar="KEYFILE", help="keep the faces of a folder's store encrypted under this key")
     add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
-    add(
-        "--compact-within",
-        type=float,
-        default=COMPACT_WITHIN,
-        metavar="S",
-        help="seconds after which no file of a folder's store holds what was deleted (3600)",
-    )
-    add(
-        "--keep-thumbnails", action="store_true", help="keep a small picture of each enrolled face, until it is deleted"
-    )
+    text = "seconds after which no file of a folder's store holds what was deleted (3600)"
+    add("--compact-within", type=float, default=COMPACT_WITHIN, metavar="S", help=text)
+    text = "keep a small picture of each enrolled face, until it is deleted"
+    add("--keep-thumbnails", action="store_true", help=text)
     add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
     add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
     add("--items", default="people", metavar="NAME", help="what is enrolled, such as products or mouse/mice (people)")
@@ -146,54 +148,38 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 def _add_audit(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("audit").add_argument
     add("--audit", type=Path, metavar="FILE", help="(STORE/audit.jsonl, else standard error)")
-    add(
-        "--audit-events",
-        nargs="+",
-        default=["writes"],
-        metavar="EVENT",
-        help="writes, reads, searches, refusals (writes)",
-    )
-    add("--audit-mib", type=int, default=64, metavar="N", help="size from which a new file is begun (64)")
-    add("--audit-keep", type=int, metavar="N", help="files kept besides the newest (all)")
+    text = "writes, reads, searches, refusals (writes)"
+    add("--audit-events", nargs="+", default=["writes"], metavar="EVENT", help=text)
+    text = "size from which a new file is begun (64)"
+    add("--audit-mib", dest="audit_rotated_bytes", type=_mebibytes, default=64 * MIB, metavar="N", help=text)
+    add("--audit-keep", type=positive, metavar="N", help="files kept besides the newest (all)")
 
 
 def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
     from plsc.serve.rate_limits import parse_rate_limits
-    from plsc.serve.settings import Items, Settings
+    from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)
     if args.keep_thumbnails and folder is None and args.thumbnails is None:
         raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
     if args.keep_thumbnails and args.encrypt is not None:
         raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
+    if args.store_bytes is not None and folder is None:
+        raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
+    pixels = max(int(args.max_megapixels * 1e6), 1)
+    limits = Limits(image_pixels=pixels, jpeg_pixels=max(pixels, Limits.jpeg_pixels), **_given(args, Limits))
     threshold, rate = _judgement(args, calibration)
-    return Settings(
-        host=args.host,
-        port=args.port,
-        metrics_port=args.metrics_port,
-        tokens=args.tokens,
-        threshold=threshold,
-        false_match_rate=rate,
-        score_step=_score_step(args),
-        rate_limits=parse_rate_limits(args.rate_limit),
-        flip=args.flip,
-        max_batch=_positive(args, "max_batch"),
-        max_wait_ms=args.max_wait_ms,
-        drain_seconds=args.drain_seconds,
-        decode_processes=max((os.cpu_count() or 1) // 2, 1)
-        if args.decode_processes is None
-        else _positive(args, "decode_processes"),
-        snapshots=folder / "snapshots" if folder is not None and args.snapshots is None else args.snapshots,
-        thumbnails=folder / "thumbnails" if folder is not None and args.thumbnails is None else args.thumbnails,
-        keep_thumbnails=args.keep_thumbnails,
-        link_key=args.link_key,
-        items=Items.parse(args.items),
-        audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
-        audit_events=_audit_events(args),
-        audit_rotated_bytes=_positive(args, "audit_mib") * MIB,
-        audit_keep=_positive_or_none(args, "audit_keep"),
-        limits=_limits(args),
-    )
+    in_folder = {"snapshots": "snapshots", "thumbnails": "thumbnails", "audit": "audit.jsonl"}
+    own = {} if folder is None else {name: folder / file for name, file in in_folder.items()}
+    given = {**_given(args, Settings), **{name: getattr(args, name) or path for name, path in own.items()}}
+    chosen = {"threshold": threshold, "false_match_rate": rate, "items": Items.parse(args.items), "limits": limits}
+    limited = {"rate_limits": parse_rate_limits(args.rate_limit), "audit_events": _audit_events(args)}
+    return Settings(**{**given, **chosen, **limited})
+
+
+def _given(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
+    """The options that have the names of fields of ``settings``."""
+    return {field.name: getattr(args, field.name) for field in fields(settings) if hasattr(args, field.name)}
 
 
 def _audit_events(args: argparse.Namespace) -> frozenset[str]:
@@ -204,57 +190,6 @@ def _audit_events(args: argparse.Namespace) -> frozenset[str]:
         if name not in EVENTS:
             raise UsageError(f"--audit-events {name}: the events are {', '.join(EVENTS)}")
     return frozenset(EVENTS[name] for name in names)
-
-
-def _limits(args: argparse.Namespace) -> "Limits":
-    from plsc.serve.settings import Limits
-
-    pixels = _pixels(args)
-    return Limits(
-        body_bytes=_positive(args, "max_body_mib") * MIB,
-        image_pixels=pixels,
-        jpeg_pixels=max(pixels, Limits.jpeg_pixels),
-        inputs=_positive(args, "max_inputs"),
-        collections=_positive(args, "max_collections"),
-        persons=_positive_or_none(args, "max_persons"),
-        store_bytes=_store_bytes(args),
-        metadata_bytes=_positive_or_none(args, "max_metadata_bytes"),
-        answer_bytes=_positive(args, "max_answer_mib") * MIB,
-        queue=_positive(args, "queue"),
-        connections=_positive(args, "connections"),
-        anonymous_connections=_positive(args, "anonymous_connections"),
-        token_share=_token_share(args),
-    )
-
-
-def _pixels(args: argparse.Namespace) -> int:
-    if not 0 < args.max_megapixels <= MAX_MEGAPIXELS:
-        raise UsageError(f"--max-megapixels {args.max_megapixels}: it lies between 0 and {MAX_MEGAPIXELS}")
-    return max(int(args.max_megapixels * 1e6), 1)
-
-
-def _token_share(args: argparse.Namespace) -> float:
-    if not 0 < args.token_share <= 1:
-        raise UsageError(f"--token-share {args.token_share}: it lies between 0 and 1, which gives one token everything")
-    return float(args.token_share)
-
-
-def _store_bytes(args: argparse.Namespace) -> int | None:
-    mebibytes = _positive_or_none(args, "max_store_mib")
-    if mebibytes is not None and store_folder(args.store) is None:
-        raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
-    return None if mebibytes is None else mebibytes * MIB
-
-
-def _positive_or_none(args: argparse.Namespace, name: str) -> int | None:
-    return None if getattr(args, name) is None else _positive(args, name)
-
-
-def _positive(args: argparse.Namespace, name: str) -> int:
-    value = int(getattr(args, name))
-    if value < 1:
-        raise UsageError(f"--{name.replace('_', '-')} {value}: it has to be at least 1")
-    return value
 
 
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
@@ -271,18 +206,10 @@ def _calibration(args: argparse.Namespace) -> "Calibration | None":
 
 def _judgement(args: argparse.Namespace, calibration: "Calibration | None") -> tuple[float | None, float | None]:
     """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
-    if args.threshold is not None and not -1 <= args.threshold <= 1:
-        raise UsageError(f"--threshold {args.threshold}: a cosine lies between -1 and 1")
     if calibration is None:
         return args.threshold, None
     rate = max(DEFAULT_FMR, calibration.points[-1].fmr) if args.fmr is None else args.fmr
     return calibration.threshold_at(rate), rate
-
-
-def _score_step(args: argparse.Namespace) -> float:
-    if not 0 <= args.score_step <= 1:
-        raise UsageError(f"--score-step {args.score_step}: it lies between 0 (exact scores) and 1")
-    return float(args.score_step)
 
 
 def _load(
@@ -340,7 +267,3 @@ def _check_calibration(path: Path, measured: str, contract: str) -> None:
             f"{path} was measured on the contract {measured}, and this model's is {contract}; calibrate this model "
             "by plsc eval --calibration (and give --flip here where --flip yes was given there)"
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["serve", *sys.argv[1:]]))

@@ -11,7 +11,6 @@ manifest.json.sig in the folder). It covers the content, the kind, the name, and
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from plsc.errors import UsageError
 from plsc.files import MANIFEST
 from plsc.progress import show
 from plsc.signing import CALIBRATION, VERIFY_KEY
-from plsc.tools.entry import main
+from plsc.tools.entry import natural
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -31,17 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("key", type=Path, metavar="KEY", help="a private key: a PEM file of ed25519")
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="what to sign: files and folders")
-    parser.add_argument(
-        "--counter", type=int, metavar="N", help="that rises from one to the next (the time in seconds)"
-    )
+    text = "that rises from one to the next (the time in seconds)"
+    parser.add_argument("--counter", type=natural, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Check and sign each, and print where its signature is."""
     from plsc.signing import load_private_key
 
-    if args.counter is not None and args.counter < 0:
-        raise UsageError(f"--counter {args.counter}: it has to be at least 0")
     key = load_private_key(args.key)
     os.environ.pop(VERIFY_KEY, None)  # what is signed now need not be signed before
     signatures = [_sign(path, key, args.counter) for path in args.paths]
@@ -81,7 +77,3 @@ def _check_folder(path: Path) -> None:
         raise UsageError(f"{path} is neither an embedding set nor an index; plsc checkpoint sign signs checkpoints")
     else:
         raise UsageError(f"{path} holds nothing that is signed; name a file, an embedding set or an index")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["sign", *sys.argv[1:]]))

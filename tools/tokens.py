@@ -13,14 +13,13 @@ a running service rereads it within a second.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from plsc.progress import note, show
 from plsc.serve.access import RIGHTS, ROLES
-from plsc.tools.entry import add_result_options, main
+from plsc.tools.entry import add_action, add_actions
 
 HELP = "manage the tokens of a service"
 _OPTIONS = ("role", "allow", "collections", "rates", "expires")
@@ -28,45 +27,25 @@ _OPTIONS = ("role", "allow", "collections", "rates", "expires")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="add|change|list|remove")
-    add = _action(actions, "add", "make a token and print its secret")
-    add.add_argument("name", metavar="NAME", help="who it is for; shown in the audit log")
-    add.add_argument("--role", choices=ROLES, required=True, help="what it allows")
-    _add_options(add)
-    change = _action(actions, "change", "change what a token may do; what is not given stays")
-    change.add_argument("name", metavar="NAME")
-    change.add_argument("--role", choices=ROLES, help="what it allows")
-    _add_options(change)
-    _action(actions, "list", "show names and what they may do")
-    _action(actions, "remove", "take a token away").add_argument("name", metavar="NAME")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Do what was asked, print it, and return it."""
-    return {"add": _add, "change": _change, "list": _list, "remove": _remove}[args.action](args)
-
-
-def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
-    description = f"{text[0].upper()}{text[1:]}."
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description, allow_abbrev=False)
-    parser.add_argument("--file", type=Path, default=Path("tokens.toml"), metavar="FILE", help="(tokens.toml)")
-    add_result_options(parser, subcommand=True)
-    return parser
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow", nargs="*", choices=RIGHTS, metavar="RIGHT", help=f"besides the role: {', '.join(RIGHTS)} (none)"
-    )
-    parser.add_argument("--collections", nargs="+", metavar="NAME", help="may know of these alone; * is all (all)")
-    parser.add_argument(
-        "--rate",
-        nargs="*",
-        dest="rates",
-        metavar="KIND=N",
-        help="requests, searches, embeddings or writes a second, or N/m, N/h (those of plsc serve --rate-limit)",
-    )
-    parser.add_argument("--expires", metavar="DATE", help='refused from then on, such as 2027-01-01; "never" (never)')
+    actions = add_actions(parser, "add|change|list|remove")
+    adding = add_action(actions, "add", _add, "make a token and print its secret")
+    changing = add_action(actions, "change", _change, "change what a token may do; what is not given stays")
+    listing = add_action(actions, "list", _list, "show names and what they may do")
+    removing = add_action(actions, "remove", _remove, "take a token away")
+    for action in (adding, changing, listing, removing):
+        action.add_argument("--file", type=Path, default=Path("tokens.toml"), metavar="FILE", help="(tokens.toml)")
+    adding.add_argument("name", metavar="NAME", help="who it is for; shown in the audit log")
+    changing.add_argument("name", metavar="NAME")
+    removing.add_argument("name", metavar="NAME")
+    allowed = f"besides the role: {', '.join(RIGHTS)} (none)"
+    rates = "requests, searches, embeddings or writes a second, or N/m, N/h (those of plsc serve --rate-limit)"
+    for action in (adding, changing):
+        add = action.add_argument
+        add("--role", choices=ROLES, required=action is adding, help="what it allows")
+        add("--allow", nargs="*", choices=RIGHTS, metavar="RIGHT", help=allowed)
+        add("--collections", nargs="+", metavar="NAME", help="may know of these alone; * is all (all)")
+        add("--rate", nargs="*", dest="rates", metavar="KIND=N", help=rates)
+        add("--expires", metavar="DATE", help='refused from then on, such as 2027-01-01; "never" (never)')
 
 
 def _add(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,17 +100,5 @@ def _line(token: Any) -> str:
 
 
 def _described(token: Any) -> dict[str, Any]:
-    seen = None if token.collections is None else list(token.collections)
-    return {
-        "name": token.name,
-        "role": token.role,
-        "created": token.created,
-        "allow": list(token.allow),
-        "collections": seen,
-        "rates": list(token.rates),
-        "expires": token.expires,
-    }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["tokens", *sys.argv[1:]]))
+    names = ("name", "role", "created", "allow", "collections", "rates", "expires")
+    return {name: getattr(token, name) for name in names}

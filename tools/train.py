@@ -32,7 +32,6 @@ A config of arcface_torch (NAME.py) is translated by --as-toml; docs/arcface_tor
 
 import argparse
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
 from plsc.progress import note, show
-from plsc.tools.entry import add_outside_option, add_verify_option, is_launched, main, print_error
+from plsc.tools.entry import add_outside_option, add_verify_option, is_launched, print_error
 
 HELP = "train a backbone and a class head from a TOML configuration"
 
@@ -54,49 +53,32 @@ _MONITOR_SECONDS = 30.0  # in which the monitor of the ranks finds those that ha
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
     names = ", ".join(configuration.shipped())
-    parser.add_argument("config", metavar="CONFIG", nargs="?", type=Path, help=f"a TOML file, or one of {names}")
-    parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks to start on this machine")
-    parser.add_argument("--out", metavar="RUN", type=Path, help="the run directory (default: runs/CONFIG's name)")
-    parser.add_argument(
-        "--resume",
-        metavar="auto|FOLDER",
-        help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
-    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", type=Path, help=f"a TOML file, or one of {names}")
+    add("--nproc", metavar="N", type=int, default=1, help="ranks to start on this machine")
+    add("--out", metavar="RUN", type=Path, help="the run directory (default: runs/CONFIG's name)")
+    text = "go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint"
+    add("--resume", metavar="auto|FOLDER", help=text)
     add_outside_option(parser)
     add_verify_option(parser)
-    parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="machines that take part (default: 1)")
-    parser.add_argument("--node-rank", metavar="R", type=int, default=0, help="the number of this one, from 0")
-    parser.add_argument("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")
-    parser.add_argument("--master-port", metavar="P", type=int, default=29500, help="a free port of it (29500)")
-    parser.add_argument(
-        "--between",
-        metavar="NAME|GB/s",
-        default="infiniband",
-        help='parallel.strategy = "auto": the link between machines, per GPU, as of plsc plan (default: infiniband)',
+    add("--nnodes", metavar="N", type=int, default=1, help="machines that take part (default: 1)")
+    add("--node-rank", metavar="R", type=int, default=0, help="the number of this one, from 0")
+    add("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")
+    add("--master-port", metavar="P", type=int, default=29500, help="a free port of it (29500)")
+    text = 'parallel.strategy = "auto": the link between machines, per GPU, as of plsc plan (default: infiniband)'
+    add("--between", metavar="NAME|GB/s", default="infiniband", help=text)
+    text = f"write a trace and a picture of some steps into RUN/profile ({_PROFILED_STEPS}; as --log.profile STEPS)"
+    add("--profile", metavar="STEPS", nargs="?", type=int, const=_PROFILED_STEPS, help=text)
+    text = "check the request, print what would be started on each machine, and end"
+    add("--dry-run", action="store_true", help=text)
+    text = "print CONFIG as TOML, every key or an arcface_torch config's, and end"
+    add("--as-toml", action="store_true", help=text)
+    text = (
+        "list every configuration key, those of a section, or those that are about a word, and end; with CONFIG, "
+        "its values beside the defaults"
     )
-    parser.add_argument(
-        "--profile",
-        metavar="STEPS",
-        nargs="?",
-        type=int,
-        const=_PROFILED_STEPS,
-        help=f"write a trace and a picture of some steps into RUN/profile ({_PROFILED_STEPS}; as --log.profile STEPS)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the request, print what would be started on each machine, and end"
-    )
-    parser.add_argument(
-        "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
-    )
-    parser.add_argument(
-        "--list-keys",
-        metavar="SECTION|WORD",
-        nargs="?",
-        const="",
-        help="list every configuration key, those of a section, or those that are about a word, and end; with CONFIG, "
-        "its values beside the defaults",
-    )
-    parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its former name, until 0.2
+    add("--list-keys", metavar="SECTION|WORD", nargs="?", const="", help=text)
+    add("--keys", action="store_true", help=argparse.SUPPRESS)  # its former name, until 0.2
     parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --list-keys)"
 
 
@@ -120,19 +102,15 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.as_toml:
         show(*configuration.to_toml(config).rstrip("\n").split("\n"))
         return None
-    _check_link(args.between)
+    from plsc.plan.devices import check_link  # which imports torch
+
+    check_link(args.between, "--between")
     if args.nnodes > 1 and args.master_addr is None:
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
     if is_launched() or (args.nproc == args.nnodes == 1 and not args.dry_run):
         return _train_here(config, args)
     _launch(config, args)
     return None
-
-
-def _check_link(between: str) -> None:
-    from plsc.plan.devices import check_link  # which imports torch
-
-    check_link(between, "--between")
 
 
 def _list_keys(args: argparse.Namespace) -> None:
@@ -237,7 +215,3 @@ def _collective_seconds(config: Config) -> float | None:
     import torch
 
     return config.parallel.timeout_seconds + _MONITOR_SECONDS if torch.cuda.is_available() else None
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(["train", *sys.argv[1:]]))

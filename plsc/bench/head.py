@@ -1,189 +1,185 @@
-"""Comparison of class heads: every head in fresh ranks of its own, in turn, at every size; medians and ratios."""
+"""Our class heads under measurement, and a rank that measures one, or a baseline, or the roofline.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+``python -m plsc.bench.head TASK.json FOLDER`` reads a :class:`~plsc.bench.comparison.Task` and leaves figures, or the
+reason why there are none, in FOLDER.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from plsc.bench.harness import environment, median, processor_name
-from plsc.bench.head_baselines import (
-    IMPLEMENTATIONS,
-    NEED_PARTIAL_FC,
+import torch
+from torch import Tensor
+
+from plsc.bench.comparison import (
+    LR,
+    MARGIN,
+    MOMENTUM,
     ROOFLINE,
-    BenchConfig,
-    check_partial_fc,
-    label,
-    partial_fc_version,
-    unavailable,
+    SCALE,
+    WEIGHT_DECAY,
+    Contestant,
+    Task,
+    all_contestants,
+    is_sampled,
 )
-from plsc.bench.ranks import Result, measure_on_ranks
-from plsc.errors import UsageError
-from plsc.progress import Progress
-from plsc.sizes import available_bytes
+from plsc.bench.harness import PeakMemory, be_rank, limit_allocations, time_steps
+from plsc.head import ShardedHead
+from plsc.head.class_table import class_range
+from plsc.losses import ArcFace
+from plsc.optim import HeadSGD
+from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.mesh import Mesh, init
 
-RATIO_FIGURES = ("cpu_s", "wall_s", "memory_mib")
-_FIGURES = (*RATIO_FIGURES, "peak_mib", "loss", "product_gflops", "copy_gb_s")
-_WORKER = "plsc.bench.head_worker"
-_MEMORY_SHARE = 0.85  # of what is available now, for all ranks together
+Step = Callable[[Tensor, Tensor], Tensor]  # embeddings (b, D) that require a gradient, labels (b,) -> loss
 
+_REHEARSAL_CLASSES = 2048
+_BATCH_SEED = 0x5EED_0F_BA7C4  # unlike the heads' seeds: with the same one the embeddings would be class rows
 
-@dataclass(frozen=True)
-class HeadComparison:
-    """Request of a comparison; ``batches`` are per rank, ``limit`` is the seconds that one turn may take.
-
-    Raises:
-        UsageError: an unknown implementation, a wrong ``partial_fc`` folder, or a number out of range.
-    """
-
-    implementations: Sequence[str]
-    classes: Sequence[int]
-    batches: Sequence[int]
-    dim: int = 512
-    nproc: int = 2
-    threads: int = 1
-    rounds: int = 3
-    steps: int = 3
-    device: str = "cpu"
-    sample_rate: float = 0.1
-    partial_fc: Path | None = None
-    limit: float = 300.0
-
-    def __post_init__(self) -> None:
-        known = [*IMPLEMENTATIONS, ROOFLINE]
-        if unknown := [name for name in self.implementations if name not in known]:
-            raise UsageError(f"--contestants {unknown[0]}: there is no such head; choose from {', '.join(known)}")
-        if self.partial_fc is not None or any(name in NEED_PARTIAL_FC for name in self.implementations):
-            check_partial_fc(self.partial_fc)
-        counts = {"classes": min(self.classes), "batch": min(self.batches)}
-        counts |= {name: getattr(self, name) for name in ("dim", "nproc", "threads", "rounds", "steps")}
-        for name, value in counts.items():
-            if value < 1:
-                raise UsageError(f"--{name} {value}: it must be at least 1")
-        if not 0 < self.sample_rate < 1:
-            raise UsageError(f"--sample-rate {self.sample_rate}: it must lie between 0 and 1")
-        if not self.limit > 0:
-            raise UsageError(f"--limit {self.limit}: it must be more than 0 seconds")
-
-    def config(self, name: str, classes: int, batch: int) -> BenchConfig:
-        """Return one measurement of it."""
-        memory = available_bytes() if self.device == "cpu" else None
-        return BenchConfig(
-            name,
-            classes,
-            batch,
-            self.dim,
-            self.nproc,
-            self.threads,
-            self.steps,
-            self.device,
-            self.sample_rate,
-            None if self.partial_fc is None else str(self.partial_fc.absolute()),
-            None if memory is None else int(memory * _MEMORY_SHARE / self.nproc),
-        )
+# Of the roofline, by device type.
+_TABLE_ROWS = {"cpu": (2_048, 65_536), "cuda": (524_288,)}  # in one product; a processor's cache holds the small one
+_COPY_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # beyond any cache
+_LEAST_SECONDS = 0.2  # for a rate
+_PRODUCTS = 4  # of an exact step: logits in both passes, the embeddings' gradient, the rows' gradient
 
 
-def compare_heads(comparison: HeadComparison, *, quiet: bool = False) -> dict[str, Any]:
-    """Measure every head at every size, all in turn, ``comparison.rounds`` times over.
+def training_step(loss_of: Step, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a step of forward, backward and update."""
 
-    Turns alternate so that a change of the machine's load meets all heads alike.
+    def step(embeddings: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(embeddings, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _sharded_head(weight: str, momentum: str | None, task: Task, mesh: Mesh) -> Step:
+    rate = task.sample_rate if is_sampled(task.contestant) else 1.0
+    margin = ArcFace(s=SCALE, m=MARGIN)
+    head = ShardedHead(task.dim, task.classes, mesh, margin, rate, weight_dtype=weight, momentum_dtype=momentum)
+    optimizer = HeadSGD(head, lr=LR, momentum=MOMENTUM if momentum is not None else 0.0, weight_decay=WEIGHT_DECAY)
+    return training_step(head, optimizer)
+
+
+# Heads --------------------------------------------------------------------------------------------------------------
+
+
+def measure_head(task: Task, mesh: Mesh) -> dict[str, Any]:
+    """Measure one head on this rank.
 
     Returns:
-        ``rows``, one per head and size (see :func:`result_row`), and ``ratios`` (see :func:`head_ratios`).
+        Medians over the steps, ``cpu_s`` and ``wall_s``; ``memory_mib`` above what the rank held before the head was
+        made, and ``peak_mib`` with it; the ``loss`` of the first step.
     """
-    ascending, batches = sorted(set(comparison.classes)), sorted(set(comparison.batches))
-    sizes = [(classes, batch) for batch in batches for classes in ascending]
-    total = len(sizes) * comparison.rounds * len(comparison.implementations)
-    progress = Progress("measuring", total, "starts", interval=2.0, quiet=quiet)
-    rows, ratios = [], []
-    too_large: set[tuple[str, int]] = set()  # (head, batch) that failed with fewer classes already
-    for classes, batch in sizes:
-        rounds: dict[str, list[Result]] = {name: [] for name in comparison.implementations}
-        for _ in range(comparison.rounds):
-            for name, results in rounds.items():
-                results.append(_turn(comparison, name, classes, batch, results, too_large))
-                progress.advance(note=f"{name} at {classes:,}")
-        too_large |= {(name, batch) for name, results in rounds.items() if "reason" in results[-1]}
-        rows += [result_row(comparison, name, classes, batch, results) for name, results in rounds.items()]
-        ratios += head_ratios(comparison, classes, batch, rounds)
-    progress.finish()
-    return {"rows": _with_roofline_share(rows), "ratios": ratios}
+    build = all_contestants("head", HEADS, task.baselines)[task.contestant].build
+    # What libraries load, compile or allocate at their first call belongs to them, not to this head's tables.
+    rehearsal = replace(task, classes=min(task.classes, _REHEARSAL_CLASSES))
+    build(rehearsal, mesh)(*_batch(rehearsal, mesh, 0))
+    gc.collect()
+    if task.memory_bytes is not None:
+        limit_allocations(task.memory_bytes)
+    batches = [_batch(task, mesh, number) for number in range(task.steps + 1)]
+    memory = PeakMemory(mesh.device)
+    step = build(task, mesh)
+    loss = float(step(*batches[0]))
+    times: dict[str, Any] = time_steps(lambda batch: step(*batch), batches[1:], mesh.device)
+    return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
 
 
-def _turn(
-    comparison: HeadComparison,
-    name: str,
-    classes: int,
-    batch: int,
-    earlier: Sequence[Result],
-    too_large: set[tuple[str, int]],
-) -> Result:
-    """Measure once, unless an earlier round or a smaller size failed already."""
-    if earlier and "reason" in earlier[-1]:
-        return earlier[-1]
-    if (reason := unavailable(name)) is not None:
-        return {"reason": reason}
-    if (name, batch) in too_large:
-        return {"reason": "failed with fewer classes already"}
-    config = comparison.config(name, classes, batch)
-    return measure_on_ranks(_WORKER, config.as_dict(), config.nproc, config.threads, comparison.limit)
+def _batch(task: Task, mesh: Mesh, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(_BATCH_SEED + number * mesh.world_size + mesh.rank)
+    embeddings = torch.randn(task.batch, task.dim, generator=generator)
+    labels = torch.randint(task.classes, (task.batch,), generator=generator)
+    return embeddings.to(mesh.device).requires_grad_(), labels.to(mesh.device)
 
 
-# Rows and ratios ----------------------------------------------------------------------------------------------------
+# Roofline -----------------------------------------------------------------------------------------------------------
 
 
-def result_row(
-    comparison: HeadComparison, name: str, classes: int, batch: int, results: Sequence[Result]
-) -> dict[str, Any]:
-    """Return a head's row: environment, sizes, and medians over the rounds; None where a figure is missing.
+def measure_roofline(task: Task, mesh: Mesh) -> dict[str, Any]:
+    """Measure the rates of this rank while all ranks do, and the time of an exact step that they imply.
 
-    ``kind`` is "cpu" or "cuda"; ``cpu_s`` and ``wall_s`` are seconds per step and rank, ``cpu_s_low`` and
-    ``cpu_s_high`` the extreme rounds; ``memory_mib`` the peak per rank above the libraries, ``peak_mib`` the peak with
-    them; ``floor_share`` the roofline's time over this one's; ``note`` is a remark, or the reason of a failure.
+    On a CPU seconds are of processor time, which other programs do not disturb.
+
+    Returns:
+        ``product_gflops`` of PyTorch's fastest product of rows (n, D) and the embeddings (D, B), in bfloat16, or in
+        float32 where the processor is faster at it (``note`` names the dtype); ``copy_gb_s`` of bytes read and
+        written; ``wall_s`` and ``cpu_s`` (None on a GPU) for 8·B·C·D / ranks floating-point operations.
     """
-    row: dict[str, Any] = environment(processor_name() if comparison.device == "cpu" else None) | {
-        "kind": comparison.device,
-        "contestant": name,
-        "label": label(name, comparison.sample_rate),
-        "classes": classes,
-        "batch_per_rank": batch,
+    all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)  # all ranks begin together
+    on_cpu = mesh.device.type == "cpu"
+    dtypes = (torch.bfloat16, torch.float32) if on_cpu else (torch.bfloat16,)
+    rate, dtype = max(((_product_rate(task, mesh.device, each), each) for each in dtypes), key=lambda pair: pair[0])
+    first, stop = class_range(task.classes, mesh.rank, mesh.world_size)
+    seconds = 2 * _PRODUCTS * task.batch * task.nproc * (stop - first) * task.dim / rate
+    return {
+        "product_gflops": rate / 1e9,
+        "copy_gb_s": _copy_rate(task, mesh.device) / 1e9,
+        "wall_s": seconds,
+        "cpu_s": seconds * task.threads if on_cpu else None,
+        "note": str(dtype).removeprefix("torch."),
     }
-    row |= {key: getattr(comparison, key) for key in ("nproc", "threads", "dim", "rounds", "steps")}
-    failed = next((result["reason"] for result in results if "reason" in result), None)
-    good = [] if failed is not None else results
-    values = {key: [result[key] for result in good if result.get(key) is not None] for key in _FIGURES}
-    row |= {key: median(values[key]) for key in _FIGURES}
-    cpu = values["cpu_s"]
-    row |= {"cpu_s_low": min(cpu, default=None), "cpu_s_high": max(cpu, default=None), "floor_share": None}
-    note = good[0].get("note", "") if good else ""
-    if good and name in NEED_PARTIAL_FC:
-        note = partial_fc_version(check_partial_fc(comparison.partial_fc))
-    return row | {"failed": failed is not None, "note": failed or note}
 
 
-def head_ratios(
-    comparison: HeadComparison, classes: int, batch: int, rounds: Mapping[str, Sequence[Result]]
-) -> list[dict[str, Any]]:
-    """Return how many times as much each baseline took as each of our heads: the median of the rounds' quotients."""
-    measured = [
-        name
-        for name in comparison.implementations
-        if name != ROOFLINE and not any("reason" in result for result in rounds[name])
-    ]
-    ratios = []
-    for own in (name for name in measured if IMPLEMENTATIONS[name].ours):
-        for baseline in (name for name in measured if not IMPLEMENTATIONS[name].ours):
-            pairs = list(zip(rounds[own], rounds[baseline], strict=True))
-            times = {key: median([b[key] / o[key] for o, b in pairs if o[key] > 0]) for key in RATIO_FIGURES}
-            ratios.append({"classes": classes, "batch_per_rank": batch, "ours": own, "peer": baseline, **times})
-    return ratios
+def _product_rate(task: Task, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of PyTorch's product of rows and embeddings, at the number of rows at which it is fastest."""
+    samples = task.batch * task.nproc
+    embeddings = torch.randn(samples, task.dim, device=device).to(dtype)
+    rates = []
+    for rows in _TABLE_ROWS[device.type]:
+        table = torch.randn(min(task.classes, rows), task.dim, device=device).to(dtype)
+        out = torch.empty(len(table), samples, device=device, dtype=dtype)
+        seconds = _seconds_per_call(partial(torch.mm, table, embeddings.t(), out=out), task, device)
+        rates.append(2 * table.numel() * samples / seconds)
+    return max(rates)
 
 
-def _with_roofline_share(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fill in ``floor_share`` of the exact heads: the roofline's time over theirs (CPU seconds on a CPU)."""
-    rooflines = {(row["classes"], row["batch_per_rank"]): row for row in rows if row["contestant"] == ROOFLINE}
-    for row in rows:
-        roofline = rooflines.get((row["classes"], row["batch_per_rank"]))
-        name, key = row["contestant"], "cpu_s" if row["kind"] == "cpu" else "wall_s"
-        if roofline and roofline[key] and row[key] and name != ROOFLINE and not IMPLEMENTATIONS[name].sampled:
-            row["floor_share"] = roofline[key] / row[key]
-    return rows
+def _copy_rate(task: Task, device: torch.device) -> float:
+    size = _COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * size / _seconds_per_call(lambda: target.copy_(source), task, device)
+
+
+def _seconds_per_call(work: Callable[[], object], task: Task, device: torch.device) -> float:
+    work()
+    calls, start = 0, _now(task, device)
+    while (passed := _now(task, device) - start) < _LEAST_SECONDS:
+        for _ in range(8):
+            work()
+        calls += 8
+    return passed / calls
+
+
+def _now(task: Task, device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time() / task.threads
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+HEADS = {
+    ROOFLINE: Contestant("roofline (product alone)", measure_roofline),
+    "plsc": Contestant("plsc, bf16 + int8", partial(_sharded_head, "bfloat16", "int8")),
+    "plsc-no-momentum": Contestant("plsc, bf16, no momentum", partial(_sharded_head, "bfloat16", None)),
+    "plsc-fp32": Contestant("plsc, fp32 + fp32", partial(_sharded_head, "float32", "float32")),
+    "plsc-sampled": Contestant("plsc, bf16 + int8, sampled", partial(_sharded_head, "bfloat16", "int8")),
+    "plsc-fp32-sampled": Contestant("plsc, fp32 + fp32, sampled", partial(_sharded_head, "float32", "float32")),
+}
+
+
+def _measure(values: dict[str, Any]) -> dict[str, Any]:
+    task = Task(**values)
+    torch.set_num_threads(task.threads)
+    mesh = init(None if task.device == "cuda" else "cpu")
+    return (measure_roofline if task.contestant == ROOFLINE else measure_head)(task, mesh)
+
+
+if __name__ == "__main__":
+    be_rank(_measure)

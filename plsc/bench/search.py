@@ -1,140 +1,151 @@
 """Comparison of exact searches: our scan and its baselines, each in fresh processes, in turn; medians and ratios.
 
-``python -m plsc.bench.search TASK.json RESULT.json`` is one turn of one of them.
+``python -m plsc.bench.search TASK.json FOLDER`` is one turn of one of them. The vectors are clustered by identity:
+uniformly random ones would not do, since all are about as far from one another as from the answer, so that neither the
+ranking nor an approximate index is put to the test.
 """
 
-import importlib.util
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from plsc.bench.harness import PeakMemory, answer_task, environment, median, processor_name, run_task
-from plsc.bench.vectors import JUDGED, QUERIES, K, SearchData, make_search_data
-from plsc.errors import DataError, UsageError
+from plsc.bench.comparison import Contestant, all_contestants, check_names, is_ours
+from plsc.bench.harness import (
+    PeakMemory,
+    Result,
+    be_rank,
+    environment,
+    failure,
+    in_turn,
+    measure_on_ranks,
+    median,
+    processor_name,
+    summary,
+)
 from plsc.index.rows import Float32, Int64
 from plsc.index.scan import ExactScan
 from plsc.progress import Progress
 
-FAISS_BLOCKS = (1024, 4096, 16384, 65536)  # rows per matrix product that faiss is tried with; the first is its default
+PER_IDENTITY = 10
+SAME_COSINE = 0.6  # expected between two vectors of one identity; 0 between two identities
+QUERIES = 1024
+JUDGED = 256  # queries with exact answers
+K = 10
+_BLOCK_ROWS = 16384
 _FIGURES = ("qps", "p50_ms", "p99_ms")
 _LEAST_SEARCHES = 3
 
 Search = Callable[[Float32, int], Int64]  # queries (Q, D), k -> indices of rows (Q, k)
-Result = Mapping[str, Any]  # figures of one turn, or {"reason": why there are none}
 
 
-# Implementations ----------------------------------------------------------------------------------------------------
+# Vectors, and exact answers -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SearchImplementation:
-    """A search under measurement.
+class SearchData:
+    """Folder with the arrays of a measurement.
 
-    ``build`` makes it of the rows and a number of threads; ``prepare`` tunes it for a batch of queries and returns a
-    remark on how; ``needs`` is the module that it takes; ``ours`` separates the library's from the baselines.
+    ``rows`` (N, D) and ``queries`` (QUERIES, D) are float32, ``truth`` (JUDGED, min(K, N)) is int64.
     """
 
-    label: str
-    build: Callable[[SearchData, int], Search]
-    ours: bool = False
-    needs: str = "numpy"
-    prepare: Callable[[Search, Float32], str] = lambda search, queries: ""
+    folder: Path
+
+    @property
+    def rows(self) -> Float32:
+        """The vectors searched, memory-mapped."""
+        mapped: Float32 = np.load(self.folder / "rows.npy", mmap_mode="r", allow_pickle=False)
+        return mapped
+
+    @property
+    def queries(self) -> Float32:
+        """Further vectors of the same identities."""
+        return np.asarray(np.load(self.folder / "queries.npy", allow_pickle=False), dtype=np.float32)
+
+    @property
+    def truth(self) -> Int64:
+        """Indices of the rows with the largest float64 inner products, best first."""
+        return np.asarray(np.load(self.folder / "truth.npy", allow_pickle=False), dtype=np.int64)
 
 
-def unavailable(name: str) -> str | None:
-    """Return the reason why an implementation cannot run here; None where it can."""
-    needs = IMPLEMENTATIONS[name].needs
-    return None if importlib.util.find_spec(needs) else f"{needs} is not installed"
+def make_search_data(folder: Path, count: int, dim: int, seed: int = 0) -> SearchData:
+    """Draw ``count`` rows and the queries, find the exact answers, and save them in ``folder``."""
+    random = np.random.default_rng(seed)
+    centres = _unit(random.standard_normal((max(1, count // PER_IDENTITY), dim), dtype=np.float32))
+    base = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.float32, (count, dim))
+    for start in range(0, count, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, count)
+        base[start:stop] = _draw(centres, random.integers(0, len(centres), stop - start), random)
+    base.flush()
+    queries = _draw(centres, random.integers(0, len(centres), QUERIES), random)
+    np.save(folder / "queries.npy", queries)
+    np.save(folder / "truth.npy", exact_neighbours(queries[:JUDGED], _blocks(base), min(K, count)))
+    return SearchData(folder)
 
 
-def _scan(precision: str) -> Callable[[SearchData, int], Search]:
-    def build(data: SearchData, threads: int) -> Search:
-        scan = ExactScan(data.rows, precision=precision)
-        return lambda queries, k: scan.search(queries, k)[1]
+def exact_neighbours(queries: Float32, blocks: Iterator[Float32], k: int) -> Int64:
+    """Return (Q, k) indices of the rows with the largest float64 inner products, best first.
 
-    return build
-
-
-def _numpy(data: SearchData, threads: int) -> Search:
-    base = np.array(data.rows, subok=False)
-
-    def search(queries: Float32, k: int) -> Int64:
-        scores = queries @ base.T
-        rows = np.argpartition(scores, -k, axis=1)[:, -k:]
-        order = np.argsort(-np.take_along_axis(scores, rows, axis=1), axis=1)
-        found: Int64 = np.take_along_axis(rows, order, axis=1)
-        return found
-
-    return search
-
-
-def _faiss(data: SearchData, threads: int) -> Search:
-    import faiss
-
-    faiss.omp_set_num_threads(threads)
-    flat = faiss.IndexFlatIP(data.rows.shape[1])
-    rows = data.rows
-    for start in range(0, len(rows), 16384):  # never the whole mapped file in memory beside faiss's copy
-        flat.add(np.array(rows[start : start + 16384], subok=False))
-
-    def search(queries: Float32, k: int) -> Int64:
-        found: Int64 = flat.search(queries, k)[1]
-        return found
-
-    return search
+    Args:
+        queries: (Q, D).
+        blocks: consecutive rows of the base, (n, D) each.
+        k: neighbours of a query.
+    """
+    scores = np.empty((len(queries), 0))
+    indices = np.empty((len(queries), 0), dtype=np.int64)
+    start = 0
+    for block in blocks:
+        block_scores = queries.astype(np.float64) @ block.astype(np.float64).T
+        block_indices = np.broadcast_to(np.arange(start, start + len(block)), block_scores.shape)
+        scores, indices = np.hstack([scores, block_scores]), np.hstack([indices, block_indices])
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        scores, indices = np.take_along_axis(scores, order, axis=1), np.take_along_axis(indices, order, axis=1)
+        start += len(block)
+    return indices
 
 
-def _tune_faiss(search: Search, queries: Float32) -> str:
-    """Set the block size with which ``queries`` take the least time."""
-    import faiss
-
-    times = {}
-    for block in FAISS_BLOCKS:
-        faiss.cvar.distance_compute_blas_database_bs = block
-        search(queries, 10)
-        start = time.perf_counter()
-        search(queries, 10)
-        times[block] = time.perf_counter() - start
-    best = min(times, key=lambda block: times[block])
-    faiss.cvar.distance_compute_blas_database_bs = best
-    return f"blocks of {best}"
+def _draw(centres: Float32, labels: npt.NDArray[np.int64], random: np.random.Generator) -> Float32:
+    """Draw unit vectors around the identities' centres, so that two of one identity have SAME_COSINE on average."""
+    noise = random.standard_normal((len(labels), centres.shape[1]), dtype=np.float32)
+    spread = math.sqrt((1 - SAME_COSINE) / centres.shape[1])
+    return _unit(math.sqrt(SAME_COSINE) * centres[labels] + np.float32(spread) * noise)
 
 
-def _usearch(data: SearchData, threads: int) -> Search:
-    from usearch.index import MetricKind
-    from usearch.index import search as exact_search
-
-    base = np.array(data.rows, subok=False)
-
-    def search(queries: Float32, k: int) -> Int64:
-        found: Any = exact_search(base, queries, k, MetricKind.IP, exact=True, threads=threads)
-        return np.asarray(found.keys, dtype=np.int64).reshape(len(queries), -1)
-
-    return search
+def _unit(rows: Float32) -> Float32:
+    unit: Float32 = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+    return unit
 
 
-IMPLEMENTATIONS = {
-    "plsc": SearchImplementation("plsc, bf16 + float32 ranking", _scan("bf16"), ours=True),
-    "plsc-fp32": SearchImplementation("plsc, float32", _scan("fp32"), ours=True),
-    "numpy": SearchImplementation("numpy", _numpy),
-    "faiss": SearchImplementation("faiss flat, as shipped", _faiss, needs="faiss"),
-    "faiss-tuned": SearchImplementation("faiss flat, block size tuned", _faiss, needs="faiss", prepare=_tune_faiss),
-    "usearch": SearchImplementation("usearch, exact", _usearch, needs="usearch"),
-}
+def _blocks(base: Float32) -> Iterator[Float32]:
+    for start in range(0, len(base), _BLOCK_ROWS):
+        yield base[start : start + _BLOCK_ROWS]
 
 
 # One turn, in a process of its own ----------------------------------------------------------------------------------
 
 
+def _scan(precision: str, data: SearchData, threads: int) -> Search:
+    scan = ExactScan(data.rows, precision=precision)
+    return lambda queries, k: scan.search(queries, k)[1]
+
+
+SEARCHES = {
+    "plsc": Contestant("plsc, bf16 + float32 ranking", partial(_scan, "bf16")),
+    "plsc-fp32": Contestant("plsc, float32", partial(_scan, "fp32")),
+}
+
+
 def measure_search(
-    implementation: SearchImplementation, data: SearchData, batches: Sequence[int], threads: int, seconds: float
+    contestant: Contestant, data: SearchData, batches: Sequence[int], threads: int, seconds: float
 ) -> dict[str, Any]:
     """Measure one search in this process, ``seconds`` long for each batch size.
 
@@ -145,19 +156,22 @@ def measure_search(
     queries, k = data.queries, min(K, len(data.rows))
     peak = PeakMemory(torch.device("cpu"))
     start = time.perf_counter()
-    search = implementation.build(data, threads)
+    search = contestant.build(data, threads)
     build_s = time.perf_counter() - start
     by_batch = {}
     for batch in batches:
-        note = implementation.prepare(search, queries[:batch])
-        by_batch[str(batch)] = {**_time(search, queries, batch, k, seconds), "note": note}
+        note = contestant.prepare(search, queries[:batch]) if contestant.prepare is not None else ""
+        by_batch[str(batch)] = {**time_searches(search, queries, batch, k, seconds), "note": note}
     memory = peak.above()  # before recall is measured in batches of 32, which may not be among those asked for
     found = np.concatenate([search(queries[start : start + 32], k) for start in range(0, JUDGED, 32)])
     hits = [len(set(row) & set(true)) for row, true in zip(found.tolist(), data.truth.tolist(), strict=True)]
     return {"memory_mib": memory, "build_s": build_s, "recall": sum(hits) / (k * JUDGED), "batches": by_batch}
 
 
-def _time(search: Search, queries: Float32, batch: int, k: int, seconds: float) -> dict[str, Any]:
+def time_searches(
+    search: Callable[[Float32, int], object], queries: Float32, batch: int, k: int, seconds: float
+) -> dict[str, Any]:
+    """Search for ``batch`` queries at once, ``seconds`` long: ``qps``, ``p50_ms``, ``p99_ms`` and ``searches``."""
     batches = [queries[start : start + batch] for start in range(0, len(queries) - batch + 1, batch)]
     search(batches[0], k)  # a first search allocates buffers
     times: list[float] = []
@@ -167,15 +181,19 @@ def _time(search: Search, queries: Float32, batch: int, k: int, seconds: float) 
         start = time.perf_counter()
         search(part, k)
         times.append(time.perf_counter() - start)
-    p50, p99 = np.percentile(times, [50, 99]) * 1000
-    return {"qps": batch * len(times) / sum(times), "p50_ms": p50, "p99_ms": p99, "searches": len(times)}
+    return {"qps": batch * len(times) / sum(times), **percentiles(times), "searches": len(times)}
 
 
-def _measure_task(task: dict[str, Any]) -> dict[str, Any]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """``p50_ms`` and ``p99_ms``; 0 of no times."""
+    p50, p99 = np.percentile(seconds, [50, 99]) * 1000 if seconds else (0.0, 0.0)
+    return {"p50_ms": float(p50), "p99_ms": float(p99)}
+
+
+def _measure(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(task["threads"])
-    implementation = IMPLEMENTATIONS[task["implementation"]]
-    data = SearchData(Path(task["data"]))
-    return measure_search(implementation, data, task["batches"], task["threads"], task["seconds"])
+    contestant = all_contestants("search", SEARCHES, task["baselines"])[task["contestant"]]
+    return measure_search(contestant, SearchData(Path(task["data"])), task["batches"], task["threads"], task["seconds"])
 
 
 # The comparison -----------------------------------------------------------------------------------------------------
@@ -185,11 +203,13 @@ def _measure_task(task: dict[str, Any]) -> dict[str, Any]:
 class SearchComparison:
     """Request of a comparison; ``seconds`` is the time of a batch size in a turn, ``limit`` that of a whole turn.
 
+    ``names`` are contestants, ours alone if there are none; ``baselines`` is the file with those that are not ours.
+
     Raises:
-        UsageError: an unknown implementation, or a number out of range.
+        UsageError: an unknown contestant.
     """
 
-    implementations: Sequence[str] = tuple(IMPLEMENTATIONS)
+    names: Sequence[str] = ()
     rows: int = 200_000
     dim: int = 512
     batches: Sequence[int] = (1, 32, 256)
@@ -197,62 +217,45 @@ class SearchComparison:
     rounds: int = 3
     seconds: float = 1.0
     limit: float = 300.0
+    baselines: str | None = None
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.implementations if name not in IMPLEMENTATIONS]:
-            names = ", ".join(IMPLEMENTATIONS)
-            raise UsageError(f"--contestants {unknown[0]}: there is no such search; choose from {names}")
-        for name in ("rows", "dim", "threads", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} {getattr(self, name)}: it must be at least 1")
-        for batch in self.batches:
-            if not 1 <= batch <= QUERIES:
-                raise UsageError(f"--batch {batch}: it must lie between 1 and {QUERIES}")
-        for name in ("seconds", "limit"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name} {getattr(self, name)}: it must be more than 0")
+        check_names("search", self.names, self.known)
+
+    @property
+    def known(self) -> dict[str, Contestant]:
+        """All contestants that there are, by name."""
+        return all_contestants("search", SEARCHES, self.baselines)
+
+    def turn(self, name: str, data: SearchData) -> Result:
+        """Measure a contestant once."""
+        if (reason := self.known[name].why_not()) is not None:
+            return {"reason": reason}
+        task = {"contestant": name, "data": str(data.folder), "batches": list(self.batches), "seconds": self.seconds}
+        task |= {"threads": self.threads, "baselines": self.baselines}
+        return measure_on_ranks("plsc.bench.search", task, threads=self.threads, limit=self.limit)
 
 
 def compare_searches(comparison: SearchComparison, *, quiet: bool = False) -> dict[str, Any]:
     """Measure all searches in turn, ``comparison.rounds`` times over.
 
     Returns:
-        ``rows``, one per implementation and batch (see :func:`result_row`), and ``ratios`` (see :func:`search_ratios`).
+        ``rows``, one per contestant and batch (see :func:`search_row`), and ``ratios`` (see :func:`search_ratios`).
     """
-    rounds: dict[str, list[Result]] = {name: [] for name in comparison.implementations}
-    progress = Progress("measuring", comparison.rounds * len(rounds), "turns", interval=2.0, quiet=quiet)
+    names = comparison.names or tuple(comparison.known)
+    progress = Progress("measuring", comparison.rounds * len(names), "turns", interval=2.0, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="plsc-search-") as folder:
         data = make_search_data(Path(folder), comparison.rows, comparison.dim)
-        for _ in range(comparison.rounds):
-            for name, results in rounds.items():
-                failed = bool(results) and "reason" in results[-1]
-                results.append(results[-1] if failed else _turn(comparison, name, data))
-                progress.advance(note=name)
+        rounds = in_turn(names, comparison.rounds, lambda name: comparison.turn(name, data), progress)
     progress.finish()
     rows = [
-        result_row(comparison, name, batch, results) for batch in comparison.batches for name, results in rounds.items()
+        search_row(comparison, name, batch, results) for batch in comparison.batches for name, results in rounds.items()
     ]
-    return {"rows": rows, "ratios": search_ratios(comparison, rounds)}
+    return {"rows": rows, "ratios": search_ratios(comparison.batches, rounds)}
 
 
-def _turn(comparison: SearchComparison, name: str, data: SearchData) -> Result:
-    if (reason := unavailable(name)) is not None:
-        return {"reason": reason}
-    task = {
-        "implementation": name,
-        "data": str(data.folder),
-        "batches": list(comparison.batches),
-        "threads": comparison.threads,
-        "seconds": comparison.seconds,
-    }
-    try:
-        return run_task(__name__, task, data.folder, threads=comparison.threads, limit=comparison.limit)
-    except DataError as error:
-        return {"reason": str(error)}
-
-
-def result_row(comparison: SearchComparison, name: str, batch: int, results: Sequence[Result]) -> dict[str, Any]:
-    """Return an implementation's row at a batch: environment, sizes, medians over the rounds; None where it failed.
+def search_row(comparison: SearchComparison, name: str, batch: int, results: Sequence[Result]) -> dict[str, Any]:
+    """Return a contestant's row at a batch: environment, sizes, medians over the rounds; None where it failed.
 
     ``qps`` are queries per second, ``qps_low`` and ``qps_high`` the extreme rounds; ``p50_ms`` and ``p99_ms`` are of a
     search of the batch; ``recall`` is the share of the ten true rows found; ``memory_mib`` the peak above the
@@ -260,40 +263,38 @@ def result_row(comparison: SearchComparison, name: str, batch: int, results: Seq
     """
     row: dict[str, Any] = environment(processor_name()) | {
         "contestant": name,
-        "label": IMPLEMENTATIONS[name].label,
+        "label": comparison.known[name].label,
         "rows": comparison.rows,
         "dim": comparison.dim,
         "batch": batch,
         "threads": comparison.threads,
         "rounds": comparison.rounds,
     }
-    failed = next((result["reason"] for result in results if "reason" in result), None)
+    failed = failure(results)
     good = [] if failed is not None else list(results)
     at_batch = [result["batches"][str(batch)] for result in good]
-    row |= {key: median([figures[key] for figures in at_batch]) for key in _FIGURES}
-    rates = [figures["qps"] for figures in at_batch]
-    row |= {"qps_low": min(rates, default=None), "qps_high": max(rates, default=None)}
+    row |= summary(at_batch, _FIGURES, "qps")
     row |= {key: median([result[key] for result in good]) for key in ("recall", "memory_mib", "build_s")}
     return row | {"failed": failed is not None, "note": failed or (at_batch[-1]["note"] if at_batch else "")}
 
 
-def search_ratios(comparison: SearchComparison, rounds: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
+def search_ratios(batches: Sequence[int], rounds: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
     """Return, for each of our searches and batches, how many times the rate of the best baseline it reaches.
 
     ``times`` is the median of the rounds' quotients by the round's best baseline, ``best_other`` the baseline with the
     highest median.
     """
-    good = {name: results for name, results in rounds.items() if not any("reason" in result for result in results)}
-    baselines = [name for name in good if not IMPLEMENTATIONS[name].ours]
+    good = {name: results for name, results in rounds.items() if failure(results) is None}
+    baselines = [name for name in good if not is_ours(name)]
     ratios = []
-    for batch in comparison.batches if baselines else ():
+    for batch in batches if baselines else ():
         rates = {name: [result["batches"][str(batch)]["qps"] for result in results] for name, results in good.items()}
         best = max(baselines, key=lambda name: statistics.median(rates[name]))
-        for own in (name for name in good if IMPLEMENTATIONS[name].ours):
+        for own in filter(is_ours, good):
             quotients = [rate / max(rates[name][n] for name in baselines) for n, rate in enumerate(rates[own])]
             ratios.append({"batch": batch, "ours": own, "best_other": best, "times": statistics.median(quotients)})
     return ratios
 
 
 if __name__ == "__main__":
-    answer_task(_measure_task)
+    be_rank(_measure)

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc.bench.harness import environment, processor_name, run_task, thread_limits
-from plsc.bench.serve_worker import COLLECTION, FORMS
-from plsc.bench.vectors import QUERIES
-from plsc.errors import DataError, UsageError
+from plsc.bench.harness import environment, measure_on_ranks, processor_name, summary, thread_limits
+from plsc.bench.serve_worker import COLLECTION
+from plsc.errors import DataError
 from plsc.progress import Progress
 
 BATCHED, UNBATCHED, BARE, BARE_AT_BATCH = "batched", "unbatched", "bare", "bare-at-batch"
@@ -33,11 +32,7 @@ Round = Mapping[tuple[str, int], Mapping[str, float]]  # by variant and number o
 
 @dataclass(frozen=True)
 class ServeComparison:
-    """Request of a measurement; ``seconds`` is the time of a number of callers in a turn.
-
-    Raises:
-        UsageError: a number out of range.
-    """
+    """Request of a measurement; ``seconds`` is the time of a number of callers in a turn."""
 
     rows: int = 200_000
     dim: int = 512
@@ -47,18 +42,6 @@ class ServeComparison:
     seconds: float = 3.0
     form: str = "vector_b64"
     limit: float = 900.0
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "dim", "threads", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} {getattr(self, name)}: it must be at least 1")
-        for clients in self.clients:
-            if not 1 <= clients <= QUERIES:
-                raise UsageError(f"--clients {clients}: it must lie between 1 and {QUERIES}")
-        if not self.seconds > 0:
-            raise UsageError(f"--seconds {self.seconds}: it must be more than 0")
-        if self.form not in FORMS:
-            raise UsageError(f"--form {self.form}: choose from {', '.join(FORMS)}")
 
 
 def compare_serving(comparison: ServeComparison, *, quiet: bool = False) -> dict[str, Any]:
@@ -72,12 +55,12 @@ def compare_serving(comparison: ServeComparison, *, quiet: bool = False) -> dict
     progress = Progress("measuring", len(LABELS) * comparison.rounds + 1, "turns", interval=2.0, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="plsc-serve-") as name:
         folder = Path(name)
-        enrolled = _run(comparison, folder, "enrol", rows=comparison.rows, dim=comparison.dim)
+        enrolled = _run(comparison, folder, "enrol")
         progress.advance(note=f"enrolled in {enrolled['seconds']:.0f} s")
         for _ in range(comparison.rounds):
             rounds.append(_round(comparison, folder, progress))
     progress.finish()
-    rows = [result_row(comparison, name, clients, rounds) for clients in comparison.clients for name in LABELS]
+    rows = [serve_row(comparison, name, clients, rounds) for clients in comparison.clients for name in LABELS]
     return {"rows": rows, "ratios": serve_ratios(comparison, rounds)}
 
 
@@ -104,10 +87,7 @@ def _round(comparison: ServeComparison, folder: Path, progress: Progress) -> Rou
 def _measure_store(comparison: ServeComparison, folder: Path, batches: Mapping[int, int]) -> Figures:
     figures = {}
     for clients, batch in batches.items():
-        measured = _run(
-            comparison, folder, "store", batch=batch, threads=comparison.threads, seconds=comparison.seconds
-        )
-        figures[clients] = {**measured, "mean_batch": float(batch)}
+        figures[clients] = {**_run(comparison, folder, "store", batch=batch), "mean_batch": float(batch)}
     return figures
 
 
@@ -116,16 +96,8 @@ def _measure_service(comparison: ServeComparison, folder: Path, options: Sequenc
     with _service(comparison, folder, options) as (address, metrics):
         for clients in comparison.clients:
             rows_before, batches_before = search_batches(metrics)
-            measured = _run(
-                comparison,
-                folder,
-                "load",
-                address=address,
-                path=f"/v1/collections/{COLLECTION}/search",
-                clients=clients,
-                seconds=comparison.seconds,
-                form=comparison.form,
-            )
+            path = f"/v1/collections/{COLLECTION}/search"
+            measured = _run(comparison, folder, "load", address=address, path=path, clients=clients)
             rows, batches = search_batches(metrics)
             mean_batch = (rows - rows_before) / max(batches - batches_before, 1)
             figures[clients] = {**measured, "mean_batch": mean_batch}
@@ -167,17 +139,18 @@ def search_batches(metrics_address: str) -> tuple[float, float]:
 
 def _run(comparison: ServeComparison, folder: Path, action: str, **task: Any) -> dict[str, float]:
     """Run an action of :mod:`plsc.bench.serve_worker` in a new process."""
-    task |= {"action": action, "data": str(folder)}
-    try:
-        return run_task("plsc.bench.serve_worker", task, folder, threads=comparison.threads, limit=comparison.limit)
-    except DataError as error:
-        raise DataError(f"the measurement's {action} process failed: {error}") from None
+    task = {**asdict(comparison), "action": action, "data": str(folder), **task}
+    worker = "plsc.bench.serve_worker"
+    result = measure_on_ranks(worker, task, threads=comparison.threads, limit=comparison.limit)
+    if "reason" in result:
+        raise DataError(f"the measurement's {action} process failed: {result['reason']}")
+    return dict(result)
 
 
 # Rows and ratios ----------------------------------------------------------------------------------------------------
 
 
-def result_row(comparison: ServeComparison, name: str, clients: int, rounds: Sequence[Round]) -> dict[str, Any]:
+def serve_row(comparison: ServeComparison, name: str, clients: int, rounds: Sequence[Round]) -> dict[str, Any]:
     """Return a variant's row at a number of callers: environment, sizes, medians over the rounds.
 
     ``qps`` are searches per second, ``qps_low`` and ``qps_high`` the extreme rounds; ``p50_ms`` and ``p99_ms`` are a
@@ -194,9 +167,7 @@ def result_row(comparison: ServeComparison, name: str, clients: int, rounds: Seq
         "rounds": comparison.rounds,
         "form": comparison.form,
     }
-    row |= {key: statistics.median(values[key] for values in figures) for key in _FIGURES}
-    rates = [values["qps"] for values in figures]
-    return row | {"qps_low": min(rates), "qps_high": max(rates)}
+    return row | summary(figures, _FIGURES, "qps")
 
 
 def serve_ratios(comparison: ServeComparison, rounds: Sequence[Round]) -> list[dict[str, float]]:

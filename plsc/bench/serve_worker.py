@@ -1,4 +1,4 @@
-"""Processes of `plsc bench serve`: ``python -m plsc.bench.serve_worker TASK.json RESULT.json``.
+"""Processes of `plsc bench serve`: ``python -m plsc.bench.serve_worker TASK.json FOLDER``.
 
 A task is one of three actions: "enrol" makes a gallery and a model, "store" measures the store's own searches, "load"
 sends requests to a running service. The load generator speaks HTTP over plain sockets with requests encoded
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
-from plsc.bench.harness import answer_task
-from plsc.bench.vectors import K, SearchData, make_search_data
+from plsc.bench.harness import be_rank
+from plsc.bench.search import K, SearchData, make_search_data, percentiles, time_searches
 from plsc.gallery.values import NewPerson
 
 COLLECTION = "measured"
@@ -76,21 +74,14 @@ def measure_store(task: dict[str, Any]) -> dict[str, Any]:
     from plsc.gallery.backends import open_store
 
     torch.set_num_threads(task["threads"])
-    queries = SearchData(Path(task["data"])).queries
-    batch = task["batch"]
     store = open_store(Path(task["data"]) / "store")
     try:
-        store.search(COLLECTION, queries[:batch], k=K)
-        times = []
-        first = 0
-        end = time.perf_counter() + task["seconds"]
-        while (start := time.perf_counter()) < end:
-            store.search(COLLECTION, queries[np.arange(first, first + batch) % len(queries)], k=K)
-            times.append(time.perf_counter() - start)
-            first += batch
+        queries = SearchData(Path(task["data"])).queries
+        return time_searches(
+            lambda part, k: store.search(COLLECTION, part, k=k), queries, task["batch"], K, task["seconds"]
+        )
     finally:
         store.close()
-    return {"qps": batch * len(times) / float(np.sum(times)), **_percentiles(times)}
 
 
 # Load generator -----------------------------------------------------------------------------------------------------
@@ -109,7 +100,7 @@ def send_load(task: dict[str, Any]) -> dict[str, Any]:
     queries = SearchData(Path(task["data"])).queries
     requests = [_request(query, task["path"], url.netloc, task["form"]) for query in queries]
     seconds = call_service((str(url.hostname), url.port or 80), requests, task["clients"], task["seconds"])
-    return {"qps": len(seconds) / task["seconds"], **_percentiles(seconds), "answers": len(seconds)}
+    return {"qps": len(seconds) / task["seconds"], **percentiles(seconds), "answers": len(seconds)}
 
 
 def _request(query: Any, path: str, host: str, form: str) -> bytes:
@@ -173,14 +164,9 @@ def _content_length(head: bytes) -> int:
     return int(rest.partition(b"\r\n")[0])
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(seconds, [50, 99]) * 1000 if seconds else (0.0, 0.0)
-    return {"p50_ms": float(p50), "p99_ms": float(p99)}
-
-
 def _measure_task(task: dict[str, Any]) -> dict[str, Any]:
     return {"enrol": make_gallery, "store": measure_store, "load": send_load}[task["action"]](task)
 
 
 if __name__ == "__main__":
-    answer_task(_measure_task)
+    be_rank(_measure_task)

@@ -1,142 +1,134 @@
-"""Comparison of training loops: backbone and head together, each loop in fresh ranks, in turn; medians and ratios."""
+"""Our training loops under measurement, and a rank that measures one or a baseline (``python -m plsc.bench.train``)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from plsc.bench.harness import environment, median, processor_name
-from plsc.bench.head_baselines import partial_fc_version
-from plsc.bench.ranks import Result, measure_on_ranks
-from plsc.bench.train_baselines import LOOPS, NEEDS_PEER, TrainBenchConfig, check_arcface_torch
-from plsc.errors import UsageError
-from plsc.models import names
-from plsc.progress import Progress
-from plsc.sizes import available_bytes
+import numpy as np
+import torch
+from torch import Tensor
 
-_WORKER = "plsc.bench.train_worker"
-_MEMORY_SHARE = 0.85  # of what is available now, for all ranks together
-_FIGURES = ("cpu_s", "wall_s", "memory_mib", "peak_mib", "loss")
-RATIO_FIGURES = ("wall_s", "cpu_s", "memory_mib")
+from plsc import config as configuration
+from plsc.bench.comparison import (
+    LR,
+    MARGIN,
+    MOMENTUM,
+    SCALE,
+    WEIGHT_DECAY,
+    Contestant,
+    Task,
+    all_contestants,
+)
+from plsc.bench.harness import PeakMemory, be_rank, limit_allocations, time_steps
+from plsc.data.dataset import ImageDataset
+from plsc.models.preprocessing import height_and_width
+from plsc.native.allocator import keep_freed_memory
+from plsc.parallel.mesh import Mesh, init
+from plsc.train.components import build
+from plsc.train.step import EnqueuedStep, MicroBatch, Stepper
 
-
-@dataclass(frozen=True)
-class TrainComparison:
-    """Request of a comparison; ``batch`` is per rank, ``limit`` is the seconds that one turn may take.
-
-    Raises:
-        UsageError: an unknown loop or backbone, a wrong ``arcface_torch`` folder, or a number out of range.
-    """
-
-    implementations: Sequence[str]
-    backbone: str = "iresnet18"
-    classes: int = 10_000
-    batch: int = 8
-    image_size: int = 112
-    dim: int = 512
-    nproc: int = 2
-    threads: int = 1
-    rounds: int = 2
-    steps: int = 3
-    device: str = "cpu"
-    precision: str = "fp32"
-    arcface_torch: Path | None = None
-    limit: float = 300.0
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.implementations if name not in LOOPS]:
-            raise UsageError(f"--contestants {unknown[0]}: there is no such loop; choose from {', '.join(LOOPS)}")
-        if self.backbone not in names():
-            raise UsageError(f"--backbone {self.backbone}: choose from {', '.join(names())}")
-        if self.arcface_torch is not None or NEEDS_PEER in self.implementations:
-            check_arcface_torch(self.arcface_torch)
-        for name in ("classes", "batch", "image_size", "dim", "nproc", "threads", "rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1")
-        if not self.limit > 0:
-            raise UsageError(f"--limit {self.limit}: it must be more than 0 seconds")
-
-    def config(self, name: str) -> TrainBenchConfig:
-        """Return one measurement of it."""
-        memory = available_bytes() if self.device == "cpu" else None
-        return TrainBenchConfig(
-            name,
-            self.backbone,
-            self.classes,
-            self.batch,
-            self.image_size,
-            self.dim,
-            self.nproc,
-            self.threads,
-            self.steps,
-            self.device,
-            self.precision,
-            None if self.arcface_torch is None else str(self.arcface_torch.absolute()),
-            None if memory is None else int(memory * _MEMORY_SHARE / self.nproc),
-        )
+CLIP_NORM = 5.0  # of arcface_torch's loop
+Images = tuple[Tensor, Tensor]  # uint8 (b, 3, S, S) and labels (b,) on the CPU
+Step = Callable[[Any], float]  # takes a prepared batch, returns its loss, or the step's before where that waits less
+_WARM_UP_STEPS = 2  # DDP orders its buckets anew after the first
+_BATCH_SEED = 0x5EED_0F_1AA6E
 
 
-def compare_training(comparison: TrainComparison, *, quiet: bool = False) -> dict[str, Any]:
-    """Measure every loop in turn, ``comparison.rounds`` times over.
+class _BlankImages(ImageDataset):
+    """A data set whose labels alone matter: batches are made of random numbers."""
 
-    Turns alternate so that a change of the machine's load meets all loops alike.
+    def __init__(self, task: Task) -> None:
+        count = max(task.classes, task.batch * task.nproc)
+        names = range(task.classes)
+        labels = np.arange(count) % task.classes
+        super().__init__("benchmark", labels, names, task.image_size)  # type: ignore[arg-type]
+
+    def image(self, index: int) -> Tensor:
+        """A black image."""
+        return torch.zeros(3, *height_and_width(self.image_size or 1), dtype=torch.uint8)
+
+    def key(self, index: int) -> str:
+        """Its number."""
+        return str(index)
+
+
+def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Step:
+    keep_freed_memory()  # as `plsc train` does
+    keys = {
+        "backbone": task.backbone,
+        "embedding_dim": task.dim,
+        "precision": task.precision,
+        "data.image_size": task.image_size,
+        "data.batch_size": task.batch,
+        "data.workers": 0,
+        "head.margin": "arcface",
+        "head.s": SCALE,
+        "head.m": MARGIN,
+        "head.weight_dtype": weight_dtype,
+        "head.momentum_dtype": momentum_dtype,
+        "optim.lr": LR,
+        "optim.momentum": MOMENTUM,
+        "optim.weight_decay": WEIGHT_DECAY,
+        "optim.clip_norm": CLIP_NORM,
+    }
+    stepper = Stepper(build(configuration.load(None, keys), _BlankImages(task), mesh))
+    sizes, numbers = [task.batch] * mesh.world_size, itertools.count()
+    unread: list[EnqueuedStep] = []
+
+    def step(batch: Images) -> float:
+        unread.append(stepper.step([MicroBatch(*batch, sizes)], next(numbers)))
+        # as the trainer does, the result of a step is read when the next one is enqueued
+        return (unread.pop(0) if len(unread) > 1 else unread[0]).result().loss
+
+    return step
+
+
+def _as_loaded(batch: Images, mesh: Mesh) -> Images:
+    """Our step takes batches as its loader brings them, and normalises on the device."""
+    images, labels = batch
+    return (images.pin_memory(), labels.pin_memory()) if mesh.device.type == "cuda" else batch
+
+
+LOOPS = {
+    "plsc": Contestant("plsc, table in bf16 + int8", partial(_plsc, "bfloat16", "int8"), _as_loaded),
+    "plsc-fp32": Contestant("plsc, table in fp32", partial(_plsc, "float32", "float32"), _as_loaded),
+}
+
+
+def measure_loop(task: Task, mesh: Mesh) -> dict[str, Any]:
+    """Measure one loop on this rank.
 
     Returns:
-        ``rows``, one per loop (see :func:`result_row`), and ``ratios`` (see :func:`training_ratios`).
+        Medians over the steps, ``cpu_s`` and ``wall_s``; ``memory_mib`` above what the rank held before backbone and
+        head were made, and ``peak_mib`` with it; the ``loss`` of the first step.
     """
-    total = comparison.rounds * len(comparison.implementations)
-    progress = Progress("measuring", total, "starts", interval=2.0, quiet=quiet)
-    rounds: dict[str, list[Result]] = {name: [] for name in comparison.implementations}
-    for _ in range(comparison.rounds):
-        for name, results in rounds.items():
-            if not any("reason" in result for result in results):
-                task = comparison.config(name).as_dict()
-                results.append(measure_on_ranks(_WORKER, task, comparison.nproc, comparison.threads, comparison.limit))
-            progress.advance(note=name)
-    progress.finish()
-    rows = [result_row(comparison, name, results) for name, results in rounds.items()]
-    return {"rows": rows, "ratios": training_ratios(rounds)}
+    loop = all_contestants("train", LOOPS, task.baselines)[task.contestant]
+    if task.memory_bytes is not None:
+        limit_allocations(task.memory_bytes)
+    assert loop.prepare is not None
+    batches = [loop.prepare(_batch(task, mesh, number), mesh) for number in range(task.steps + _WARM_UP_STEPS)]
+    memory = PeakMemory(mesh.device)
+    step = loop.build(task, mesh)
+    loss = step(batches[0])
+    for batch in batches[1:_WARM_UP_STEPS]:
+        step(batch)
+    times: dict[str, Any] = time_steps(step, batches[_WARM_UP_STEPS:], mesh.device)
+    return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
 
 
-def result_row(comparison: TrainComparison, name: str, results: Sequence[Result]) -> dict[str, Any]:
-    """Return a loop's row: environment, sizes, and medians over the rounds; None where a figure is missing.
-
-    ``images_per_second`` is over all ranks, with the extreme rounds as ``…_low`` and ``…_high``; ``cpu_s`` and
-    ``wall_s`` are seconds per step and rank; ``memory_mib`` is the peak per rank above the libraries, ``peak_mib`` the
-    peak with them; ``note`` is a remark, or the reason of a failure.
-    """
-    row: dict[str, Any] = environment(processor_name() if comparison.device == "cpu" else None) | {
-        "kind": comparison.device,
-        "contestant": name,
-        "label": LOOPS[name].label,
-    }
-    sizes = ("backbone", "classes", "image_size", "batch", "nproc", "threads", "dim", "precision", "rounds", "steps")
-    row |= {key: getattr(comparison, key) for key in sizes}
-    failed = next((result["reason"] for result in results if "reason" in result), None)
-    good = [] if failed is not None else results
-    rates = [comparison.batch * comparison.nproc / result["wall_s"] for result in good]
-    row |= {"images_per_second": median(rates)}
-    row |= {"images_per_second_low": min(rates, default=None), "images_per_second_high": max(rates, default=None)}
-    row |= {key: median([result[key] for result in good]) for key in _FIGURES}
-    note = failed or ""
-    if not note and name == NEEDS_PEER:
-        note = _peer_version(check_arcface_torch(comparison.arcface_torch))
-    return row | {"failed": failed is not None, "note": note}
+def _batch(task: Task, mesh: Mesh, number: int) -> Images:
+    generator = torch.Generator().manual_seed(_BATCH_SEED + number * mesh.world_size + mesh.rank)
+    shape = (task.batch, 3, task.image_size, task.image_size)
+    images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    return images, torch.randint(task.classes, (task.batch,), generator=generator)
 
 
-def _peer_version(folder: Path) -> str:
-    digest = sha256((folder / "backbones" / "iresnet.py").read_bytes()).hexdigest()[:12]
-    return f"{partial_fc_version(folder)}, iresnet.py {digest}"
+def _measure(values: dict[str, Any]) -> dict[str, Any]:
+    task = Task(**values)
+    torch.set_num_threads(task.threads)
+    return measure_loop(task, init(None if task.device == "cuda" else "cpu"))
 
 
-def training_ratios(rounds: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
-    """Return how many times as much each baseline took as each of our loops: the median of the rounds' quotients."""
-    measured = [name for name, results in rounds.items() if not any("reason" in result for result in results)]
-    ratios = []
-    for own in (name for name in measured if LOOPS[name].ours):
-        for baseline in (name for name in measured if not LOOPS[name].ours):
-            pairs = list(zip(rounds[own], rounds[baseline], strict=True))
-            times = {key: median([b[key] / o[key] for o, b in pairs if o[key] > 0]) for key in RATIO_FIGURES}
-            ratios.append({"ours": own, "peer": baseline, **times})
-    return ratios
+if __name__ == "__main__":
+    be_rank(_measure)

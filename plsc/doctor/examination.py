@@ -1,20 +1,17 @@
 """The whole examination: its sections in order, on all ranks in step, with a limit to every wait."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from plsc.devices import Device
-from plsc.doctor import kernels, machine, prediction, rates, training
+from plsc.doctor import SECTIONS, kernels, machine, prediction, rates, training
 from plsc.doctor.report import Line, Report, failed, merge
 from plsc.errors import UsageError, first_line
-from plsc.parallel.mesh import Mesh, init, shutdown
+from plsc.parallel.mesh import init, shutdown
 from plsc.parallel.rank_monitor import Hang, RankMonitor
-
-SECTIONS = ("versions", "machine", "choices", "kernels", "rates", "collectives", "training", "plan")
-LIMIT_SECONDS = 45.0
 
 
 class Examination:
@@ -45,33 +42,18 @@ class Examination:
         self._examine("machine", lambda: [*machine.machine(), *machine.devices()])
         self._monitor.meet("forming the process group")
         mesh = init()
-        self._look_at_kernels(mesh)
-        self._look_at_ranks(mesh)
+        device, tick = mesh.device, self._at
+        measured = functools.cache(lambda: rates.device_rates(device, tick))  # once, for "rates" or "plan"
+        self._examine("choices", lambda: kernels.chosen(device))
+        self._examine("kernels", lambda: [*kernels.head(device, tick), *kernels.scans(device, tick)])
+        self._examine("rates", lambda: measured()[0])
+        self._examine("collectives", lambda: rates.collectives(mesh, self._monitor.meet))
+        self._examine("training", lambda: training.steps(mesh, tick))
+        self._examine("plan", lambda: prediction.head(device, measured()[1], tick))
         self._monitor.meet("the end")
         shutdown()
         self.report.close()
         return self.report.as_dict() if mesh.is_main else None
-
-    def _look_at_kernels(self, mesh: Mesh) -> None:
-        device, tick = mesh.device, self._at
-        self._examine("choices", lambda: kernels.chosen(device))
-        self._examine("kernels", lambda: [*kernels.head(device, tick), *kernels.scans(device, tick)])
-
-    def _look_at_ranks(self, mesh: Mesh) -> None:
-        device, tick = mesh.device, self._at
-        speeds: list[Device] = []
-
-        def measured() -> list[Line]:
-            lines, found = rates.device_rates(device, tick)
-            speeds.append(found)
-            return lines
-
-        if "plan" in self._only and "rates" not in self._only:
-            measured()
-        self._examine("rates", measured)
-        self._examine("collectives", lambda: rates.collectives(mesh, self._monitor.meet))
-        self._examine("training", lambda: training.steps(mesh, tick))
-        self._examine("plan", lambda: prediction.head(device, speeds[0], tick))
 
     def _examine(self, section: str, look: Callable[[], list[Line]]) -> None:
         """Run a section on this rank, and add what all ranks found."""

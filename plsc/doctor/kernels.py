@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plsc.devices import low_precision_speed, low_precision_units
-from plsc.doctor.report import Line, absent, failed, found
+from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
 from plsc.head.backends.products import Fp32Precision
@@ -73,8 +73,7 @@ def _chosen_head(name: str, device: torch.device, weight: str, momentum: str) ->
     HeadSGD(head, momentum=0.9)  # its kernels are checked when it is made, and the head tells
     HeadAdamW(head)
     text = head.backend.describe()
-    switched_off = "disagree" in text
-    return failed(f"head, {name}", text, _ADVICE) if switched_off else found(f"head, {name}", text)
+    return checked(f"head, {name}", text, "disagree" not in text, _ADVICE)
 
 
 # The head ------------------------------------------------------------------------------------------------------------

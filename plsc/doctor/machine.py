@@ -16,7 +16,7 @@ import torch
 import plsc
 from plsc.bench.harness import processor_name
 from plsc.devices import cpu_flags
-from plsc.doctor.report import Line, absent, failed, found
+from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.native import build
 from plsc.sizes import available_bytes
 
@@ -38,11 +38,11 @@ def versions() -> list[Line]:
 
 def _version(name: str, version: str) -> Line:
     least, below = SUPPORTED[name]
+    is_supported = _numbers(version) >= _numbers(least) and (below is None or _numbers(version) < _numbers(below))
     text = f"{version} (at least {least}" + (f", below {below})" if below else ")")
-    if _numbers(version) >= _numbers(least) and (below is None or _numbers(version) < _numbers(below)):
-        return found(name, version)
     wanted = f"'{name}>={least}" + (f",<{below}'" if below else "'")
-    return failed(name, text, f"install a supported one: pip install {wanted}")
+    advice = f"install a supported one: pip install {wanted}"
+    return checked(name, version if is_supported else text, is_supported, advice)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def _compiled_kernels() -> Iterator[Line]:
         forced = os.environ.get("PLSC_CPU")
         have = f"paths {', '.join(paths)}" + (f"; PLSC_CPU={forced}" if forced else "; the best runs")
         advice = "delete what it names under ~/.cache/plsc, or repair the compiler; PLSC_NATIVE=0 does without"
-        yield found(name, have, paths=paths) if problem is None else failed(name, problem, advice)
+        yield checked(name, problem or have, problem is None, advice, paths=paths)
 
 
 def _memory() -> Line:
@@ -156,7 +156,7 @@ def _space() -> Iterator[Line]:
         free = shutil.disk_usage(folder).free
         text = f"{free / _GIB:.1f} GiB free at {folder}"
         advice = f"make room at {folder}, or mount it larger"
-        yield found(name, text, free=free) if free >= _LEAST_SPACE else failed(name, text, advice, free=free)
+        yield checked(name, text, free >= _LEAST_SPACE, advice, free=free)
 
 
 def devices() -> list[Line]:

@@ -1,13 +1,13 @@
 """Rates of this rank's device (products, copies, the bus), and of the collectives between the ranks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from plsc.devices import Device, known_device, shortest_seconds
-from plsc.doctor.report import Line, absent, failed, found
+from plsc.devices import Device, copy_rate, known_device, product_flops, shortest_seconds
+from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
@@ -25,19 +25,19 @@ _LEAST_SHARE = 0.5
 
 def device_rates(device: torch.device, tick: Tick) -> tuple[list[Line], Device]:
     """Lines of products, memory and bus; and the device as ``plsc plan`` takes it, with these speeds."""
-    known = _known(device)
+    known = known_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     speeds: dict[str, float] = {}
     lines = []
-    for name, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32), ("fp32", torch.float32)):
+    for name in ("bf16", "tf32", "fp32"):
         label = f"product, {name}"
         tick(label)
         if name == "tf32" and device.type != "cuda":
             lines.append(absent(label, "exists on GPUs only"))
             continue
-        speeds[name] = _product_rate(device, dtype, tf32=name == "tf32")
+        speeds[name] = product_flops(_SIDE[device.type], name, device, _LEAST_SECONDS)
         lines.append(_rate(label, speeds[name], 1e12, "TFLOP/s", known.products.get(name) if known else None))
     tick("memory")
-    bandwidth = _copy_rate(device)
+    bandwidth = copy_rate(_COPIED[device.type], device, _LEAST_SECONDS)
     lines.append(_rate("memory, copy", bandwidth, 1e9, "GB/s", known.bandwidth if known else None))
     tick("bus")
     lines += _bus(device)
@@ -45,49 +45,13 @@ def device_rates(device: torch.device, tick: Tick) -> tuple[list[Line], Device]:
     return lines, Device("this device, measured", device.type, products, bandwidth, has_kernels=device.type == "cuda")
 
 
-def _known(device: torch.device) -> Device | None:
-    if device.type != "cuda":
-        return None
-    return known_device(torch.cuda.get_device_name(device))
-
-
 def _rate(name: str, value: float, unit: float, unit_name: str, planned: float | None) -> Line:
     text = f"{value / unit:.3g} {unit_name}"
     if planned is None:
         return found(name, text, per_second=value)
     text += f"; plsc plan assumes {planned / unit:.3g}"
-    if value >= _LEAST_SHARE * planned:
-        return found(name, text, per_second=value, planned=planned)
     advice = "look with nvidia-smi -q -d PERFORMANCE,POWER for limited clocks, and for other programs on the GPU"
-    return failed(name, text, advice, per_second=value, planned=planned)
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
-    side = _SIDE[device.type]
-    a = torch.full((side, side), 0.01, dtype=dtype, device=device)
-    with _tf32(tf32):
-        return 2 * side**3 / _seconds(lambda: a @ a, device)
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written together."""
-    source = torch.ones(_COPIED[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    return shortest_seconds(work, device.type, _LEAST_SECONDS)
+    return checked(name, text, value >= _LEAST_SHARE * planned, advice, per_second=value, planned=planned)
 
 
 def _bus(device: torch.device) -> list[Line]:
@@ -98,18 +62,15 @@ def _bus(device: torch.device) -> list[Line]:
     host = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_BUS_BYTES, dtype=torch.uint8, device=device)
     rates = [
-        _BUS_BYTES / _seconds(lambda: there.copy_(host, non_blocking=True), device),
-        _BUS_BYTES / _seconds(lambda: host.copy_(there, non_blocking=True), device),
+        _BUS_BYTES / shortest_seconds(partial(to.copy_, source, non_blocking=True), device.type, _LEAST_SECONDS)
+        for to, source in ((there, host), (host, there))
     ]
     lines = [_rate(name, rate, 1e9, "GB/s", None) for name, rate in zip(names, rates, strict=True)]
     there.fill_(7)
     host.copy_(there)
     arrived = bool((host == 7).all())
     advice = "copies lose bytes: look for Xid errors in dmesg, and at the riser or the slot"
-    return [
-        *lines,
-        found("bus, contents", "what was copied arrived") if arrived else failed("bus, contents", "", advice),
-    ]
+    return [*lines, checked("bus, contents", "what was copied arrived" if arrived else "", arrived, advice)]
 
 
 # Collectives ---------------------------------------------------------------------------------------------------------
@@ -117,25 +78,42 @@ def _bus(device: torch.device) -> list[Line]:
 
 def collectives(mesh: Mesh, tick: Tick) -> list[Line]:
     """Lines of each collective that training uses: exact on whole numbers; bus bandwidth as nccl-tests defines it."""
-    names = {"all-reduce": _all_reduce, "all-gather": _all_gather, "reduce-scatter": _reduce_scatter}
+    total = mesh.world_size * (mesh.world_size + 1) / 2
+
+    def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        own = tensor[: len(tensor) // mesh.world_size]
+        numbers = torch.arange(1, mesh.world_size + 1, device=tensor.device, dtype=tensor.dtype)
+        return all_gather_equal(own, mesh), numbers[:, None].expand(-1, len(own)) * 1
+
+    def reduce_scatter(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        part = len(tensor) // mesh.world_size
+        return reduce_scatter_rows(tensor, [part] * mesh.world_size, mesh), torch.full_like(tensor[:part], total)
+
+    runs: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+        "all-reduce": lambda tensor: (all_reduce_sum(tensor, mesh), torch.full_like(tensor, total)),
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+    }
     if mesh.world_size == 1:
-        return [absent(name, "one rank: start with --nproc N, or torchrun, to see it") for name in names]
-    return [_collective(name, check, mesh, tick) for name, check in names.items()]
+        return [absent(name, "one rank: start with --nproc N, or torchrun, to see it") for name in runs]
+    return [_collective(name, run, mesh, tick) for name, run in runs.items()]
 
 
-def _collective(name: str, run: Callable[[Tensor, Mesh], tuple[Tensor, Tensor]], mesh: Mesh, tick: Tick) -> Line:
+def _collective(name: str, run: Callable[[Tensor], tuple[Tensor, Tensor]], mesh: Mesh, tick: Tick) -> Line:
     """``run`` gives a result and what it should be; small and unequal sizes first, then the one that is timed."""
     backend = "NCCL" if mesh.device.type == "cuda" else "gloo"
     world, numbers = mesh.world_size, _MESSAGE[mesh.device.type] // 4 // mesh.world_size
     try:
         for count in (1, 1000, numbers):
             tick(f"{name} of {4 * count * world:,} bytes")
-            got, want = run(torch.full((count * world,), float(mesh.rank + 1), device=mesh.device), mesh)
+            got, want = run(torch.full((count * world,), float(mesh.rank + 1), device=mesh.device))
             if not torch.equal(got, want):
                 advice = "run nccl-tests with NCCL_DEBUG=INFO; a link, or a rank's library, is broken"
                 return failed(name, f"{backend}: wrong numbers at {4 * count * world:,} bytes", advice)
         tick(f"{name}, rate")
-        seconds = _collective_seconds(lambda: run(torch.ones(numbers * world, device=mesh.device), mesh), mesh)
+        ones = torch.ones(numbers * world, device=mesh.device)
+        # the shortest of five: every rank runs as many, no rank's clock decides
+        seconds = shortest_seconds(lambda: run(ones), mesh.device.type, 0.0, runs=5)
     except RuntimeError as error:
         return failed(name, f"{backend}: {first_line(error)}", "see docs: when the machines do not find each other")
     size = 4 * numbers * world
@@ -143,25 +121,3 @@ def _collective(name: str, run: Callable[[Tensor, Mesh], tuple[Tensor, Tensor]],
     rate = factor * size / seconds
     text = f"{backend}, {world} ranks: exact; {rate / 1e9:.3g} GB/s bus bandwidth at {size >> 20} MiB"
     return found(name, text, bus_bandwidth=rate, bytes=size, seconds=seconds, backend=backend)
-
-
-def _collective_seconds(work: Callable[[], object], mesh: Mesh) -> float:
-    """The shortest of five. Every rank runs as many: no rank's clock decides."""
-    return shortest_seconds(work, mesh.device.type, 0.0, runs=5)
-
-
-def _all_reduce(tensor: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    total = mesh.world_size * (mesh.world_size + 1) / 2
-    return all_reduce_sum(tensor, mesh), torch.full_like(tensor, total)
-
-
-def _all_gather(tensor: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    own = tensor[: len(tensor) // mesh.world_size]
-    numbers = torch.arange(1, mesh.world_size + 1, device=tensor.device, dtype=tensor.dtype)
-    return all_gather_equal(own, mesh), numbers[:, None].expand(-1, len(own)) * 1
-
-
-def _reduce_scatter(tensor: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    part = len(tensor) // mesh.world_size
-    total = mesh.world_size * (mesh.world_size + 1) / 2
-    return reduce_scatter_rows(tensor, [part] * mesh.world_size, mesh), torch.full_like(tensor[:part], total)

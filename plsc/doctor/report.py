@@ -50,6 +50,11 @@ def failed(name: str, text: object, advice: str, **figures: Any) -> Line:
     return Line(name, "FAIL", str(text), advice, figures)
 
 
+def checked(name: str, text: object, is_right: bool, advice: str, **figures: Any) -> Line:
+    """A line of something that is right or wrong."""
+    return found(name, text, **figures) if is_right else failed(name, text, advice, **figures)
+
+
 def merge(by_rank: Sequence[Sequence[Line]]) -> list[Line]:
     """The lines of a section over all ranks: the first rank's, and what is wrong on another in its place.
 

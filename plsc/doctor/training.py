@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plsc.doctor.report import Line, failed, found
+from plsc.doctor.report import Line, checked, failed
 from plsc.errors import first_line
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import CosFace
@@ -55,20 +55,18 @@ def steps(mesh: Mesh, tick: Tick) -> list[Line]:
 
 
 def _repeated(name: str, first: Run, second: Run) -> Line:
-    label = f"steps twice, {name}"
-    if first.equals(second):
-        return found(label, f"{_STEPS} steps, bit by bit the same")
+    same = first.equals(second)
+    text = f"{_STEPS} steps, bit by bit the same" if same else f"differ: losses {first.losses} and {second.losses}"
     advice = "a kernel or a collective is not deterministic, or memory is faulty: repeat, and send this report"
-    return failed(label, f"differ: losses {first.losses} and {second.losses}", advice)
+    return checked(f"steps twice, {name}", text, same, advice)
 
 
 def _right(name: str, weight: str, losses: list[float], want: list[float]) -> Line:
     error = max(abs(mine - other) / abs(other) for mine, other in zip(losses, want, strict=True))
     text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, off by {error:.1e} (bound {_BOUNDS[weight]:.0e})"
-    figures = {"losses": losses, "float64": want}
-    if error <= _BOUNDS[weight]:
-        return found(f"steps against float64, {name}", text, **figures)
-    return failed(f"steps against float64, {name}", text, "look at the lines above; send this report", **figures)
+    advice = "look at the lines above; send this report"
+    is_right = error <= _BOUNDS[weight]
+    return checked(f"steps against float64, {name}", text, is_right, advice, losses=losses, float64=want)
 
 
 def _network(dtype: torch.dtype) -> nn.Module:

@@ -11,12 +11,12 @@ from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.backbone_memory import frees_gradients
 from plsc.plan.devices import Links
-from plsc.plan.memory import Memory, as_dict, plan_memory, row_bytes
+from plsc.plan.memory import Memory, plan_memory, row_bytes
 from plsc.plan.plan_config import STORAGES, PlanConfig
 from plsc.plan.timing import Timing, plan_time
 
 _MANY = 10**10  # classes whose shard is larger than any chunk
-_TIE = 0.02  # a step's time that two setups may differ by before the faster one is taken over the more exact one
+TIE = 0.02  # of a step's time, by which a less exact or less simple run has to be faster to be taken
 _SAMPLE_RATES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 _MOST_GPUS = 1 << 14
 # Of a device's memory that no plan promises: 50 million classes x 512 on a card of 80 GB would leave 0.2 of 78 GiB,
@@ -45,33 +45,26 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A setup with its bytes and seconds."""
+    """A run with its bytes and seconds."""
 
-    setup: PlanConfig
+    run: PlanConfig
     memory: Memory
     timing: Timing
     fits: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes and seconds."""
-        setup = self.setup
-        weights, momentum = setup.storage
+        config = self.run.config
+        sources = {
+            self.run: ("placement", "head_ranks", "shard_ranks", "tp", "pp"),
+            config.head: ("weight_dtype", "momentum_dtype", "fp32_precision", "sample_rate"),
+            config.parallel: ("strategy", "offload", "comm_hook"),
+        }
         return {
-            "weight_dtype": weights,
-            "momentum_dtype": momentum,
-            "fp32_precision": setup.config.head.fp32_precision,
-            "sample_rate": setup.config.head.sample_rate,
-            "placement": setup.placement,
-            "head_ranks": setup.head_ranks,
-            "strategy": setup.config.parallel.strategy,
-            "shard_ranks": setup.shard_ranks,
-            "tp": setup.tp,
-            "pp": setup.pp,
-            "offload": setup.config.parallel.offload,
-            "comm_hook": setup.config.parallel.comm_hook,
-            "batch_size": setup.batch,
+            **{name: getattr(source, name) for source, names in sources.items() for name in names},
+            "batch_size": self.run.batch,
             "fits": self.fits,
-            "memory": as_dict(self.memory),
+            "memory": self.memory.as_dict(),
             "seconds": self.timing.seconds,
             "seconds_by_part": self.timing.parts,
             "seconds_hidden": self.timing.hidden,
@@ -79,47 +72,42 @@ class Estimate:
         }
 
 
-def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
-    """Estimate bytes and seconds of ``setup`` on ``hardware``."""
-    profile = profile_of(setup)
-    memory = plan_memory(setup, profile, hardware.device)
-    in_host = (memory.host if setup.placement == "host" else 0) + memory.offloaded
-    has_room = hardware.host_memory is not None and in_host * setup.per_node <= hardware.host_memory
+def estimate(run: PlanConfig, hardware: Hardware) -> Estimate:
+    """Estimate bytes and seconds of ``run`` on ``hardware``."""
+    profile = profile_of(run)
+    memory = plan_memory(run, profile, hardware.device)
+    in_host = (memory.host if run.placement == "host" else 0) + memory.offloaded
+    has_room = hardware.host_memory is not None and in_host * run.per_node <= hardware.host_memory
     fits = memory.total <= hardware.room and (not in_host or has_room)
-    return Estimate(setup, memory, plan_time(setup, profile, hardware.device, hardware.links), fits)
+    return Estimate(run, memory, plan_time(run, profile, hardware.device, hardware.links), fits)
 
 
-def profile_of(setup: PlanConfig) -> BackboneProfile:
+def profile_of(run: PlanConfig) -> BackboneProfile:
     """Return the backbone's profile, computed once for each batch, size, precision and set of frozen weights."""
-    config = setup.config
+    config = run.config
+    kept = ("recompute", "recompute_every", "recompute_budget")
+    same = ("backbone", "embedding_dim", "precision", "frozen", "stage", *kept)
     alike = Config(
-        backbone=config.backbone,
-        embedding_dim=config.embedding_dim,
-        precision=config.precision,
-        recompute=config.recompute,
-        recompute_every=config.recompute_every,
-        recompute_budget=config.recompute_budget,
+        **{name: getattr(config, name) for name in same},
         init_weights=config.init_weights if config.backbone.startswith("timm:") else "",
-        data=DataConfig(image_size=config.data.image_size, batch_size=setup.batch),
+        data=DataConfig(image_size=config.data.image_size, batch_size=run.batch),
         optim=OptimConfig(groups=config.optim.groups),
-        frozen=config.frozen,
-        stage=config.stage,
     )
-    return _profile(alike, frees_gradients(setup))
+    return _profile(alike, frees_gradients(run))
 
 
-def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
-    """Return the most classes that ``setup`` could have on ``hardware``; 0 where none fits."""
-    row = sum(row_bytes(setup.config).values())
-    many = replace(setup, classes=_MANY)
+def largest_classes(run: PlanConfig, hardware: Hardware) -> int:
+    """Return the most classes that ``run`` could have on ``hardware``; 0 where none fits."""
+    row = sum(row_bytes(run.config).values())
+    many = replace(run, classes=_MANY)
     memory = plan_memory(many, profile_of(many), hardware.device)
-    if setup.placement == "host":
+    if run.placement == "host":
         if hardware.host_memory is None or memory.total > hardware.room:
             return 0
-        rows = hardware.host_memory // setup.per_node // row
+        rows = hardware.host_memory // run.per_node // row
     else:
         rows = (hardware.room - (memory.total - row * many.rows)) // row
-    return max(rows // setup.config.head.centers, 0) * setup.head_ranks
+    return max(rows // run.config.head.centers, 0) * run.head_ranks
 
 
 @functools.cache
@@ -129,14 +117,8 @@ def _profile(config: Config, keep_gradients: bool) -> BackboneProfile:
     backbone = make_backbone(config)
     freeze_for_good(config, backbone)
     # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
-    data = config.data
-    return profile_backbone(
-        backbone,
-        data.batch_size,
-        data.preprocessing.image_size,
-        config.precision,
-        keep_gradients=keep_gradients,
-    )
+    size = config.data.preprocessing.image_size
+    return profile_backbone(backbone, config.data.batch_size, size, config.precision, keep_gradients=keep_gradients)
 
 
 @dataclass(frozen=True)
@@ -147,124 +129,115 @@ class Advice:
     why: dict[str, str]
 
 
-def advise(setup: PlanConfig, hardware: Hardware, wanted: float | None = None) -> Advice:
+def advise(run: PlanConfig, hardware: Hardware, wanted: float | None = None) -> Advice:
     """Choose storage, sample rate, placement and groups for the same classes, backbone and batch on the same ranks.
 
     What is configured stays, unless it does not fit, is sampled, or another setup is faster by more than 2%.
 
     Args:
-        setup: what the configuration asks for; its storage, sample rate, placement and groups are what is chosen.
+        run: what the configuration asks for; its storage, sample rate, placement and groups are what is chosen.
         hardware: what it runs on.
         wanted: images per second. Sampling is recommended only where no exact setup reaches it and a sampled one does.
 
     Raises:
         CapacityError: nothing fits.
     """
-    exact = replace(setup.sampled(1.0), placement="device")
+    exact = replace(run.sampled(1.0), placement="device")
     fitting = _fitting(exact, hardware)
     if not fitting:
         raise CapacityError(_what_to_change(exact, hardware))
-    choice = _best(fitting)
+    choice = fastest(fitting)
     kept = estimate(exact, hardware)  # storage and groups as configured
-    if kept.fits and kept.timing.seconds <= choice.timing.seconds * (1 + _TIE):
+    if kept.fits and kept.timing.seconds <= choice.timing.seconds * (1 + TIE):
         choice = kept
     if wanted is not None and choice.timing.images_per_second < wanted:
         choice = _sampled(choice, hardware, wanted)
-    configured = estimate(setup, hardware)
-    return Advice(choice, {"change": _why_change(choice, configured)} | _reasons(choice, hardware, wanted))
-
-
-def storages(setup: PlanConfig) -> Iterator[tuple[str, str]]:
-    """Yield the storages that the configuration's optimizer supports."""
-    for weights, momentum in STORAGES:
-        if momentum != "none" or setup.config.optim.head_name == "sgd":
-            yield weights, momentum
-
-
-def group_sizes(world: int) -> list[int]:
-    """Return the numbers of ranks that a table can be sharded over, most first."""
-    return [ranks for ranks in range(world, 0, -1) if world % ranks == 0]
-
-
-def _fitting(exact: PlanConfig, hardware: Hardware) -> list[Estimate]:
-    """Setups that fit: on the device with momentum if any does, else without, else in host memory."""
-    stored = list(storages(exact))
-    with_momentum = [s for s in stored if s[1] != "none"]
-    without = [s for s in stored if s[1] == "none"]
-    host = replace(exact, placement="host")
-    for setup, choices in ((exact, with_momentum), (exact, without), (host, with_momentum)):
-        found = [e for e in _estimates(setup, choices, hardware) if e.fits]
-        if found:
-            return found
-    return []
-
-
-def _estimates(setup: PlanConfig, stored: Iterable[tuple[str, str]], hardware: Hardware) -> Iterator[Estimate]:
-    for weights, momentum in stored:
-        for ranks in group_sizes(setup.table_ranks):
-            yield estimate(replace(setup.stored_as(weights, momentum), head_ranks=ranks), hardware)
-
-
-def _best(fitting: list[Estimate]) -> Estimate:
-    """The fastest; among those as good as it the first, which is the most exact and takes least memory."""
-    least = min(e.timing.seconds for e in fitting)
-    return next(e for e in fitting if e.timing.seconds <= least * (1 + _TIE))
-
-
-def _sampled(choice: Estimate, hardware: Hardware, wanted: float) -> Estimate:
-    """The largest sample rate that reaches ``wanted``, or ``choice`` where none does."""
-    for rate in _SAMPLE_RATES:
-        candidates = _estimates(choice.setup.sampled(rate), [choice.setup.storage], hardware)
-        fast = [e for e in candidates if e.fits and e.timing.images_per_second >= wanted]
-        if fast:
-            return _best(fast)
-    return choice
-
-
-def _reasons(choice: Estimate, hardware: Hardware, wanted: float | None) -> dict[str, str]:
-    return {
+    why = {
+        "change": _why_change(choice, estimate(run, hardware)),
         "storage": _why_storage(choice, hardware),
         "sampling": _why_sampling(choice, hardware, wanted),
         "placement": _why_placement(choice, hardware),
         "groups": _why_groups(choice, hardware),
     }
+    return Advice(choice, why)
+
+
+def storages(run: PlanConfig) -> Iterator[tuple[str, str]]:
+    """Yield the storages that the configuration's optimizer supports."""
+    for weights, momentum in STORAGES:
+        if momentum != "none" or run.config.optim.head_name == "sgd":
+            yield weights, momentum
+
+
+def _fitting(exact: PlanConfig, hardware: Hardware) -> list[Estimate]:
+    """Setups that fit: on the device with momentum if any does, else without, else in host memory."""
+    stored = list(storages(exact))
+    with_momentum, without = ([each for each in stored if (each[1] != "none") == kept] for kept in (True, False))
+    host = replace(exact, placement="host")
+    for run, choices in ((exact, with_momentum), (exact, without), (host, with_momentum)):
+        found = [each for each in _estimates(run, choices, hardware) if each.fits]
+        if found:
+            return found
+    return []
+
+
+def _estimates(run: PlanConfig, stored: Iterable[tuple[str, str]], hardware: Hardware) -> Iterator[Estimate]:
+    for weights, momentum in stored:
+        for ranks in (each for each in range(run.table_ranks, 0, -1) if run.table_ranks % each == 0):
+            yield estimate(replace(run.stored_as(weights, momentum), head_ranks=ranks), hardware)
+
+
+def fastest(found: list[Estimate]) -> Estimate:
+    """The first that no other is more than 2% faster than: the most exact, or the simplest, comes first."""
+    most = max(each.timing.images_per_second for each in found)
+    return next(each for each in found if each.timing.images_per_second * (1 + TIE) >= most)
+
+
+def _sampled(choice: Estimate, hardware: Hardware, wanted: float) -> Estimate:
+    """The largest sample rate that reaches ``wanted``, or ``choice`` where none does."""
+    for rate in _SAMPLE_RATES:
+        candidates = _estimates(choice.run.sampled(rate), [choice.run.storage], hardware)
+        fast = [e for e in candidates if e.fits and e.timing.images_per_second >= wanted]
+        if fast:
+            return fastest(fast)
+    return choice
 
 
 def _why_change(choice: Estimate, configured: Estimate) -> str:
     """Say what the recommended setup has over the configured one."""
-    if choice.setup == configured.setup:
-        return f"none: as configured it fits, and no other exact setup is faster by more than {_TIE:.0%}."
+    if choice.run == configured.run:
+        return f"none: as configured it fits, and no other exact setup is faster by more than {TIE:.0%}."
     if not configured.fits:
         return f"as configured it does not fit: a GPU would need {gib(configured.memory.total)}."
     gain = configured.timing.seconds / choice.timing.seconds - 1
     speed = f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'} than as configured"
-    rate, was = choice.setup.config.head.sample_rate, configured.setup.config.head.sample_rate
+    rate, was = choice.run.config.head.sample_rate, configured.run.config.head.sample_rate
     if rate == 1 and was < 1:
         return f"exact in place of sampled at {was:g}: every class is trained in every step; {speed}."
     return f"{speed}."
 
 
 def _why_storage(choice: Estimate, hardware: Hardware) -> str:
-    setup = choice.setup
-    row = sum(row_bytes(setup.config).values())
-    text = f"{storage_label(setup.storage)}: {row:,} bytes of state per class"
-    if setup.storage == STORAGES[0]:
-        return f"{text}, the most exact storage; it fits, and no other makes the step more than {_TIE:.0%} faster."
-    float32 = estimate(setup.stored_as(*STORAGES[0]), hardware)
+    run = choice.run
+    row = sum(row_bytes(run.config).values())
+    text = f"{storage_label(run.storage)}: {row:,} bytes of state per class"
+    if run.storage == STORAGES[0]:
+        return f"{text}, the most exact storage; it fits, and no other makes the step more than {TIE:.0%} faster."
+    float32 = estimate(run.stored_as(*STORAGES[0]), hardware)
     if not float32.fits:
-        needed = float32.memory.total if setup.placement == "device" else float32.memory.host
+        needed = float32.memory.total if run.placement == "device" else float32.memory.host
         return f"{text}; in float32 a GPU's part would need {gib(needed)} and does not fit."
     ratio = float32.timing.seconds / choice.timing.seconds
-    if ratio <= 1 + _TIE:
+    if ratio <= 1 + TIE:
         return f"{text}; float32 + float32 fits too and is as fast: the more exact storage."
     return f"{text}; in float32 it fits too, but a step takes {ratio:.1f} times as long."
 
 
 def _why_sampling(choice: Estimate, hardware: Hardware, wanted: float | None) -> str:
-    rate = choice.setup.config.head.sample_rate
+    rate = choice.run.config.head.sample_rate
     if rate < 1:
         return f"sampled at {rate:g}: the exact softmax does not reach the {wanted:,.0f} images/s asked for; this does."
-    tenth = estimate(choice.setup.sampled(0.1), hardware).timing.images_per_second
+    tenth = estimate(choice.run.sampled(0.1), hardware).timing.images_per_second
     gain = tenth / choice.timing.images_per_second
     text = f"exact: every class takes part in every step; sampling a tenth would give {gain:.2f} times the images/s."
     if wanted is not None and choice.timing.images_per_second < wanted:
@@ -274,24 +247,24 @@ def _why_sampling(choice: Estimate, hardware: Hardware, wanted: float | None) ->
 
 def _why_placement(choice: Estimate, hardware: Hardware) -> str:
     spare = hardware.memory - choice.memory.total
-    if choice.setup.placement == "host":
+    if choice.run.placement == "host":
         return "host: no storage of the table fits into the GPUs' memory; in the host's it does, at the bus's speed."
     return f"device: everything fits into the GPU's memory, with {gib(spare)} to spare."
 
 
 def _why_groups(choice: Estimate, hardware: Hardware) -> str:
-    setup = choice.setup
-    if setup.world == 1:
+    run = choice.run
+    if run.world == 1:
         return "one rank holds the whole table."
-    whole = estimate(replace(setup, head_ranks=setup.table_ranks), hardware)
-    if setup.head_ranks == setup.table_ranks:
+    whole = estimate(replace(run, head_ranks=run.table_ranks), hardware)
+    if run.head_ranks == run.table_ranks:
         return (
-            f"the table is sharded over all {setup.table_ranks:,} ranks: copies would have to exchange their gradients."
+            f"the table is sharded over all {run.table_ranks:,} ranks: copies would have to exchange their gradients."
         )
     ratio = whole.timing.seconds / choice.timing.seconds
     return (
-        f"the table is sharded over {setup.head_ranks} ranks and replicated {setup.replicas} times: a rank gathers "
-        f"{setup.group_batch:,} embeddings instead of {setup.batch * setup.data_ranks:,}; sharded over all ranks, a "
+        f"the table is sharded over {run.head_ranks} ranks and replicated {run.replicas} times: a rank gathers "
+        f"{run.group_batch:,} embeddings instead of {run.batch * run.data_ranks:,}; sharded over all ranks, a "
         f"step takes {ratio:.2f} times as long."
     )
 

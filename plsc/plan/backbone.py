@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,17 +78,14 @@ class Unit:
 class BackboneProfile:
     """A backbone at a batch, in bytes.
 
-    ``weights`` and ``trainable`` parameters, the ``largest`` of these, ``buffers``; ``activations`` are what the
-    forward pass keeps, images included; ``peak`` is the most that both passes hold above weights and buffers.
+    ``activations`` are what the forward pass keeps, images included; ``peak`` is the most that both passes hold above
+    weights and buffers.
     With gradients kept, ``peak`` has them; without, each is gone once it is whole (they lie in buckets elsewhere).
     The first ``forward_operations`` are the forward pass's; ``parameters`` are in the module's order, ``units`` in that
     of the forward pass.
     """
 
     images: int
-    weights: int
-    trainable: int
-    largest: int
     buffers: int
     activations: int
     peak: int
@@ -96,6 +93,11 @@ class BackboneProfile:
     forward_operations: int
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...]
+
+    @property
+    def weights(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
@@ -121,13 +123,12 @@ def profile_backbone(
     if not keep_gradients:
         for parameter in fake.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_forget_gradient)
-    weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
+                parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     ledger = Ledger(fake)
-    watch = _UnitWatch(fake, ledger, (autocast_dtype(precision) or torch.float32).itemsize)
+    dtype = autocast_dtype(precision)
+    watch = _UnitWatch(fake, ledger, (dtype or torch.float32).itemsize)
     with mode, ledger:
         x = torch.empty(images, 3, *height_and_width(image_size))
-        dtype = autocast_dtype(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)
         del x  # a step keeps no images but what the backbone saves of them
@@ -135,20 +136,9 @@ def profile_backbone(
         activations, forward_operations = ledger.live, len(ledger.operations)
         embeddings.backward(torch.empty_like(embeddings))
         watch.end_backward()
-    trainable = [size for size, learns in weights if learns]
-    return BackboneProfile(
-        images,
-        sum(size for size, _ in weights),
-        sum(trainable),
-        max(trainable, default=0),
-        sum(buffer.nbytes for buffer in fake.buffers()),
-        activations,
-        ledger.peak,
-        tuple(ledger.operations),
-        forward_operations,
-        tuple(watch.parameters),
-        tuple(watch.units),
-    )
+    buffers, operations = sum(buffer.nbytes for buffer in fake.buffers()), tuple(ledger.operations)
+    parameters, units = tuple(watch.parameters), tuple(watch.units.values())
+    return BackboneProfile(images, buffers, activations, ledger.peak, operations, forward_operations, parameters, units)
 
 
 class _UnitWatch:
@@ -157,12 +147,11 @@ class _UnitWatch:
     def __init__(self, backbone: nn.Module, ledger: "Ledger", width: int) -> None:
         from plsc.parallel.strategies.fsdp import sharded_units  # late: it takes long to import
 
-        self.units: list[Unit] = []
+        self.units: dict[str, Unit] = {}
         self._ledger, self._width = ledger, width
         self._split, self._entered, self._start = 0, 0, 0
         self._before: list[int] = []
-        self._in_backward = ""  # the unit, and the bytes alive when its backward pass began
-        self._alive = 0
+        self._in_backward, self._alive = "", 0  # the unit, and the bytes alive when its backward pass began
         names = {module: name for name, module in backbone.named_modules()}
         found = list(sharded_units(backbone))
         of_unit = {weight: names[unit] for unit in found for weight in unit.parameters()}
@@ -172,33 +161,27 @@ class _UnitWatch:
         ]
         for weight, name in of_unit.items():
             if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._gradient_watcher(name))
+                weight.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
         for unit in found:
             unit.register_forward_pre_hook(self._enter)
             for name, inner in unit.named_children():
                 if name in ("attn", "mlp"):
                     inner.register_forward_pre_hook(self._enter_inner)
                     inner.register_forward_hook(self._leave_inner)
-            unit.register_forward_hook(self._leaver(names[unit]))
+            unit.register_forward_hook(partial(self._leave, names[unit]))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._entered, self._start, self._split = self._ledger.live, len(self._ledger.operations), 0
 
-    def _leaver(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
-            if any(unit.name == name for unit in self.units):  # computed again for the backward pass
-                return
-            kept = self._ledger.live - self._entered
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._begin_backward(name))
-            numbers = output.numel()
-            tokens = output.shape[1] if output.dim() == 3 else 1
-            done = range(self._start, len(self._ledger.operations))
-            self.units.append(
-                Unit(name, self._entered, kept, self._split, numbers * self._width, _bytes(output), tokens, done)
-            )
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        if name in self.units:  # computed again for the backward pass
+            return
+        kept = self._ledger.live - self._entered
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._begin_backward(name))
+        inside, tokens = output.numel() * self._width, output.shape[1] if output.dim() == 3 else 1
+        done = range(self._start, len(self._ledger.operations))
+        self.units[name] = Unit(name, self._entered, kept, self._split, inside, _bytes(output), tokens, done)
 
     def _begin_backward(self, name: str) -> None:
         self.end_backward()
@@ -207,17 +190,14 @@ class _UnitWatch:
 
     def end_backward(self) -> None:
         """Note what the backward pass of the unit took that was last."""
-        most = self._ledger.watched - self._alive
-        self.units = [replace(unit, backward=most) if unit.name == self._in_backward else unit for unit in self.units]
+        if self._in_backward:
+            last = self.units[self._in_backward]
+            self.units[self._in_backward] = replace(last, backward=self._ledger.watched - self._alive)
 
-    def _gradient_watcher(self, name: str) -> Callable[[Tensor], None]:
-        """Make a hook that counts a gradient of the unit to the end of its backward pass, also if it is forgotten."""
-
-        def note(parameter: Tensor) -> None:
-            if parameter.grad is None and name == self._in_backward:
-                self._ledger.held += parameter.nbytes
-
-        return note
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        """Count a gradient of the unit to the end of its backward pass, also if it is forgotten."""
+        if parameter.grad is None and name == self._in_backward:
+            self._ledger.held += parameter.nbytes
 
     def _enter_inner(self, module: nn.Module, args: Any) -> None:
         self._before.append(self._ledger.live)
@@ -225,10 +205,6 @@ class _UnitWatch:
     def _leave_inner(self, module: nn.Module, args: Any, output: Tensor) -> None:
         made = self._ledger.live - self._before.pop()
         self._split += max(made - _bytes(output) - args[0].numel() * self._width, 0)
-
-
-def _forget_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 class Ledger(LiveBytes):
@@ -265,22 +241,14 @@ def _operation(func: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor
     if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
         traffic = 0
     precision = _PRECISIONS.get((inputs or outputs)[0].dtype, "fp32")
-    if func._overloadpacket not in _CONVOLUTIONS:
+    # where a convolution, or its backward pass, has its weight and its stride among its arguments
+    place = {torch.ops.aten.convolution: 1, torch.ops.aten.convolution_backward: 2}.get(func._overloadpacket)
+    if place is None:
         return Operation(precision, flops, traffic)
-    weight, stride = _convolution(func, args)
+    weight, stride = args[place], args[place + 2]
     convolved = traffic - sum(_bytes(each) for each in (*inputs, *outputs) if each.shape == weight.shape)
     is_winograd = tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
     return Operation(precision, flops, traffic, convolved, is_winograd)
-
-
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
-
-
-def _convolution(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[int]]:
-    """The weight and the stride among the arguments of a convolution, or of its backward pass."""
-    if func._overloadpacket is torch.ops.aten.convolution:
-        return args[1], args[3]
-    return args[2], args[4]
 
 
 def _bytes(tensor: Tensor) -> int:

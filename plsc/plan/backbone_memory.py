@@ -32,7 +32,6 @@ from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import exchange_options
 
-INTERLEAVED_PARTS = 2  # of the backbone on each rank of an interleaved pipeline
 _COLUMNS = ("attn.qkv", "mlp.fc1")  # split with their biases; those of rows are added once, by every rank
 _ROWS = ("attn.proj", "mlp.fc2")
 
@@ -90,28 +89,27 @@ class Stage:
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
 
-def backbone_memory(setup: PlanConfig, profile: BackboneProfile, device: Device, stage: int) -> BackboneMemory:
-    """The bytes of a rank in a pipeline's stage; ``profile`` is the backbone's at the setup's batch and precision."""
-    held = stage_of(setup, profile, stage)
-    if is_sharded(setup):
-        return _sharded(setup, profile, held)
-    return _whole(setup, profile, held, device)
+def backbone_memory(run: PlanConfig, profile: BackboneProfile, device: Device, stage: int) -> BackboneMemory:
+    """The bytes of a rank in a pipeline's stage; ``profile`` is the backbone's at the run's batch and precision."""
+    held = stage_of(run, profile, stage)
+    if is_sharded(run):
+        return _sharded(run, profile, held)
+    return _whole(run, profile, held, device)
 
 
-def stage_of(setup: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
+def stage_of(run: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
     """The share of a rank in the pipeline's stage of this number."""
-    one = _micro_batch_of(profile, setup.tp, setup.pp, setup.shard_ranks if is_sharded(setup) else 1, number)
-    activations = int(one.activations * _in_flight(setup, number))
-    return replace(one, activations=activations, received=_received(setup, profile, number))
+    one = _micro_batch_of(profile, run.tp, run.pp, run.shard_ranks if is_sharded(run) else 1, number)
+    activations = int(one.activations * _in_flight(run, number))
+    return replace(one, activations=activations, received=_received(run, profile, number))
 
 
-def _received(setup: PlanConfig, profile: BackboneProfile, stage: int) -> int:
+def _received(run: PlanConfig, profile: BackboneProfile, stage: int) -> int:
     """Bytes of the tokens and gradients that a stage receives, for each micro-batch a buffer of its own."""
-    if setup.pp == 1 or not profile.blocks:
+    if run.pp == 1 or not profile.blocks:
         return 0
-    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
-    ends = int(stage == 0) + int(stage == setup.pp - 1)
-    return (2 * parts - ends) * setup.pipeline_micro_batches * profile.blocks[0].output // setup.tp
+    ends = int(stage == 0) + int(stage == run.pp - 1)
+    return (2 * run.pipeline_parts - ends) * run.pipeline_micro_batches * profile.blocks[0].output // run.tp
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,19 +155,19 @@ def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, s
     return tuple(units)
 
 
-def _in_flight(setup: PlanConfig, stage: int) -> Fraction:
+def _in_flight(run: PlanConfig, stage: int) -> Fraction:
     """Micro-batches whose activations a stage holds at a time.
 
     An interleaved one warms up with 2·(K − 1 − stage) + (v − 1)·K passes of its v parts, and adds one (Narayanan et
     al., 2021, section 2.2; torch's ScheduleInterleaved1F1B): each holds a v-th of a micro-batch's activations.
     """
-    micro_batches = Fraction(setup.pipeline_micro_batches)
-    if setup.schedule == "gpipe":
+    micro_batches = Fraction(run.pipeline_micro_batches)
+    if run.config.parallel.pp_schedule == "gpipe":
         return micro_batches
-    if setup.schedule == "interleaved":
-        passes = 2 * (setup.pp - 1 - stage) + (INTERLEAVED_PARTS - 1) * setup.pp + 1
-        return min(Fraction(passes, INTERLEAVED_PARTS), micro_batches)
-    return min(Fraction(setup.pp - stage), micro_batches)
+    if (parts := run.pipeline_parts) > 1:
+        passes = 2 * (run.pp - 1 - stage) + (parts - 1) * run.pp + 1
+        return min(Fraction(passes, parts), micro_batches)
+    return min(Fraction(run.pp - stage), micro_batches)
 
 
 def stages_of(blocks: int, stages: int) -> list[int]:
@@ -220,55 +218,54 @@ def gathered_bytes(parameters: Iterable[Parameter], ranks: int) -> int:
     return nbytes(parameters, ranks) * ranks
 
 
-def is_sharded(setup: PlanConfig) -> bool:
+def is_sharded(run: PlanConfig) -> bool:
     """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
-    return setup.strategy in ("fsdp", "hsdp") or (setup.tp > 1 and setup.data_ranks > 1)
+    return run.strategy in ("fsdp", "hsdp") or (run.tp > 1 and run.data_ranks > 1)
 
 
-def _whole(setup: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
+def _whole(run: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
     """Of weights that a rank holds whole, but for what tensor and pipeline parallelism leave to others."""
     weights, trained = nbytes(stage.parameters), nbytes(stage.trained)
-    stepped = largest_partition(stage.trained, setup.data_ranks) if setup.strategy == "zero1" else trained
-    parts = partitions(stage.trained, setup.data_ranks if setup.strategy == "zero1" else 1)
-    states = max(state_bytes(setup, part) for part in parts)
+    parts = partitions(run, stage.trained)
+    states = max(state_bytes(run, part) for part in parts)
     kept = {
         "backbone weights": weights,
         "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
         "backbone optimizer state": states,
-        **_hook_states(setup, profile, trained),
+        **_hook_states(run, profile, trained),
     }
-    is_kept = not frees_gradients(setup)
+    is_kept = not frees_gradients(run)
     if is_kept:
         kept["backbone gradients"] = trained
-    if setup.config.ema_decay:
+    if run.config.ema_decay:
         kept["moving average"] = weights + profile.buffers
-    gradients = (0 if is_kept else trained) + _hook_transient(setup, trained)
+    gradients = (0 if is_kept else trained) + _hook_transient(run, trained)
     # without an exchange, DDP lets gradients add up beside its buckets
-    beside = (trained if setup.micro_batches > 1 and setup.data_ranks > 1 else 0) + stage.received
+    beside = (trained if run.micro_batches > 1 and run.data_ranks > 1 else 0) + stage.received
     # torch's optimizers work on all weights at a time on GPUs, and copy them once
     largest = max((parameter.nbytes for parameter in stage.trained), default=0)
-    copied = stepped if device.kind == "cuda" else largest
-    stored = (2 if setup.config.ema_decay else 1) * (weights + profile.buffers) + states
-    peak = stage.activations + stage.transient + _hook_transient(setup, trained) + beside
+    copied = max(map(nbytes, parts)) if device.kind == "cuda" else largest
+    stored = (2 if run.config.ema_decay else 1) * (weights + profile.buffers) + states
+    peak = stage.activations + stage.transient + _hook_transient(run, trained) + beside
     return BackboneMemory(kept, stage.activations + beside, peak, gradients, copied, 0, stored)
 
 
-def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> BackboneMemory:
+def _sharded(run: PlanConfig, profile: BackboneProfile, stage: Stage) -> BackboneMemory:
     """Of fully_shard: the shards lie on the device, or on the host, and what is gathered comes on top."""
-    ranks, offload = setup.shard_ranks, setup.config.parallel.offload
+    ranks, offload = run.shard_ranks, run.config.parallel.offload
     weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
-    states = state_bytes(setup, stage.trained, ranks)
-    average = weights if setup.config.ema_decay else 0
+    states = state_bytes(run, stage.trained, ranks)
+    average = weights if run.config.ema_decay else 0
     sharded = {"backbone weights": weights, "backbone optimizer state": states, "moving average": average}
     on_device = {} if offload else {name: size for name, size in sharded.items() if size}
     averaged = profile.buffers if average else 0
     kept = {**on_device, "backbone buffers, twice": 2 * profile.buffers + averaged}
     # gradients of micro-batches add up before a sum
-    whole = nbytes(stage.trained) if setup.micro_batches > 1 or setup.pp > 1 else 0
+    whole = nbytes(stage.trained) if run.micro_batches > 1 or run.pp > 1 else 0
     # gathered from the forward pass to the backward's end: of a pipeline's stage everything
-    root = gathered_bytes((p for p in stage.parameters if p.unit is None or setup.pp > 1), ranks)
+    root = gathered_bytes((p for p in stage.parameters if p.unit is None or run.pp > 1), ranks)
     root += stage.received
-    if setup.pp > 1:
+    if run.pp > 1:
         backward = stage.activations + stage.transient + whole
     else:
         backward = _gathered_peak(stage, whole, 0 if offload else ranks)
@@ -317,18 +314,14 @@ def gathered_together(stage: Stage) -> list[list[Parameter]]:
     return list(units.values())
 
 
-def frees_gradients(setup: PlanConfig) -> bool:
+def frees_gradients(run: PlanConfig) -> bool:
     """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
-    return setup.data_ranks == 1 and setup.micro_batches == 1
+    return run.data_ranks == 1 and run.micro_batches == 1
 
 
-def largest_partition(trained: Iterable[Parameter], ranks: int) -> int:
-    """Bytes of the weights that the fullest rank steps under zero1."""
-    return max(nbytes(part) for part in partitions(trained, ranks))
-
-
-def partitions(trained: Iterable[Parameter], ranks: int) -> list[list[Parameter]]:
-    """The weights that each rank steps under zero1: torch gives the largest first, to the emptiest."""
+def partitions(run: PlanConfig, trained: Iterable[Parameter]) -> list[list[Parameter]]:
+    """The weights that each rank steps: of zero1's, to whose emptiest torch gives the largest first; else all."""
+    ranks = run.data_ranks if run.strategy == "zero1" else 1
     loads: list[tuple[int, int]] = [(0, rank) for rank in range(ranks)]
     parts: list[list[Parameter]] = [[] for _ in range(ranks)]
     for parameter in sorted(trained, key=lambda parameter: parameter.nbytes, reverse=True):
@@ -338,21 +331,21 @@ def partitions(trained: Iterable[Parameter], ranks: int) -> list[list[Parameter]
     return parts
 
 
-def state_bytes(setup: PlanConfig, parameters: Iterable[Parameter], ranks: int = 1) -> int:
+def state_bytes(run: PlanConfig, parameters: Iterable[Parameter], ranks: int = 1) -> int:
     """Bytes of the optimizer's state on the rank that has most, of weights each sharded along its first dimension."""
-    return sum(round(nbytes([each], ranks) * _state_ratio(setup, each)) for each in parameters)
+    return sum(round(nbytes([each], ranks) * _state_ratio(run, each)) for each in parameters)
 
 
-def _state_ratio(setup: PlanConfig, parameter: Parameter) -> float:
+def _state_ratio(run: PlanConfig, parameter: Parameter) -> float:
     """Bytes of state for each of a float32 weight's."""
-    size = block_size(parameter.shape) if setup.config.optim.state_dtype == "int8" else None
-    return setup.backbone_states if size is None else (2 + 8 / size) / 4
+    size = block_size(parameter.shape) if run.config.optim.state_dtype == "int8" else None
+    return run.backbone_states if size is None else (2 + 8 / size) / 4
 
 
-def _hook_states(setup: PlanConfig, profile: BackboneProfile, trained: int) -> dict[str, int]:
+def _hook_states(run: PlanConfig, profile: BackboneProfile, trained: int) -> dict[str, int]:
     """Bytes that a communication hook keeps beside the optimizer: dgc's residual and momentum, powersgd's error."""
-    hook, config = setup.config.parallel.comm_hook, setup.config
-    if setup.data_ranks == 1 or hook in ("none", "bf16", "fp16"):
+    hook, config = run.config.parallel.comm_hook, run.config
+    if run.data_ranks == 1 or hook in ("none", "bf16", "fp16"):
         return {}
     if hook == "powersgd":
         return {"backbone error feedback": trained}
@@ -361,18 +354,18 @@ def _hook_states(setup: PlanConfig, profile: BackboneProfile, trained: int) -> d
         for parameter in profile.parameters
         if parameter.is_trained and math.prod(parameter.shape) >= config.parallel.dgc_dense_below
     )
-    return {"backbone gradients not sent": (2 - setup.backbone_states) * compressed}
+    return {"backbone gradients not sent": (2 - run.backbone_states) * compressed}
 
 
-def _hook_transient(setup: PlanConfig, trained: int) -> int:
+def _hook_transient(run: PlanConfig, trained: int) -> int:
     """Bytes from the exchange to the end of the step: dgc's next momentum and residual."""
-    return 2 * trained if setup.config.parallel.comm_hook == "dgc" and setup.data_ranks > 1 else 0
+    return 2 * trained if run.config.parallel.comm_hook == "dgc" and run.data_ranks > 1 else 0
 
 
-def sent_bytes(setup: PlanConfig, parameters: Iterable[Parameter]) -> int:
+def sent_bytes(run: PlanConfig, parameters: Iterable[Parameter]) -> int:
     """Bytes of these weights' gradients that a rank gives to a step's exchange once its hook has warmed up."""
     shapes = tuple(parameter.shape for parameter in parameters if parameter.is_trained)
-    return _sent_bytes(setup.config.parallel.comm_hook, exchange_options(setup.config), shapes, setup.data_ranks)
+    return _sent_bytes(run.config.parallel.comm_hook, exchange_options(run.config), shapes, run.data_ranks)
 
 
 @functools.lru_cache(maxsize=256)

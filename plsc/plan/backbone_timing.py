@@ -15,19 +15,17 @@ a rank moves in a step
   the time of m micro-batches, v parts of the backbone to a rank (Narayanan et al., 2021, section 2.2).
 """
 
-import functools
 from dataclasses import dataclass
 
 from plsc.devices import Device
 from plsc.plan.backbone import BackboneProfile, Operation
 from plsc.plan.backbone_memory import (
-    INTERLEAVED_PARTS,
     Stage,
     gathered_bytes,
     gathered_together,
     is_sharded,
-    largest_partition,
     nbytes,
+    partitions,
     sent_bytes,
     stage_of,
 )
@@ -68,99 +66,87 @@ class Efficiency:
 DEFAULT = Efficiency()
 
 
-@dataclass(frozen=True)
-class BackboneTime:
-    """Seconds by part: ``parts`` add up, ``hidden`` ones pass beside them."""
-
-    parts: dict[str, float]
-    hidden: dict[str, float]
-
-
 def plan_backbone_time(
-    setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links, efficiency: Efficiency = DEFAULT
-) -> BackboneTime:
-    """The parts of a step's backbone on the slowest rank."""
-    number = _busiest_stage(setup, profile)
-    stage = stage_of(setup, profile, number)
-    passes, bubble = _passes(setup, profile, device, efficiency)
-    gathered, reduced = _gathered(setup, stage, links), _reduced(setup, stage, links)
-    backward = passes / setup.micro_batches * BACKWARD_SHARE
+    run: PlanConfig, profile: BackboneProfile, device: Device, links: Links, efficiency: Efficiency = DEFAULT
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step's backbone on the slowest rank by part: those that add up, and those that pass beside them."""
+    number = _busiest_stage(run, profile)
+    stage = stage_of(run, profile, number)
+    passes, bubble = _passes(run, profile, device, efficiency)
+    gathered, reduced = _gathered(run, stage, links), _reduced(run, stage, links)
+    backward = passes / run.micro_batches * BACKWARD_SHARE
     gather_waits = _exposed(gathered, passes)
     left = passes - (gathered - gather_waits) / OVERLAPPED_SHARE  # gathers and sums share the links
     reduce_waits = _exposed(reduced, min(backward, left))
     parts = {
         "backbone, forward and backward": passes,
         "pipeline, bubble": bubble,
-        "pipeline, sends": _sends(setup, profile, links),
-        "tensor parallel, collectives": _tensor_collectives(setup, profile, links, is_first=number == 0),
+        "pipeline, sends": _sends(run, profile, links),
+        "tensor parallel, collectives": _tensor_collectives(run, profile, links, is_first=number == 0),
         "backbone, weights gathered, not hidden": gather_waits,
-        f"backbone, {_exchange(setup)} not hidden": reduce_waits,
-        "backbone, gradients compressed": _compressed(setup, stage, device),
-        "backbone, shards copied": _shards_copied(setup, stage) / device.bandwidth,
-        "backbone, updated weights broadcast": _broadcast(setup, stage, links),
-        "backbone, update": _update(setup, stage, device),
+        f"backbone, {_exchange(run)} not hidden": reduce_waits,
+        "backbone, gradients compressed": _compressed(run, stage, device),
+        "backbone, shards copied": _shards_copied(run, stage) / device.bandwidth,
+        "backbone, updated weights broadcast": _broadcast(run, stage, links),
+        "backbone, update": _update(run, stage, device),
     }
     hidden = {
-        f"backbone, {_exchange(setup)}": reduced - reduce_waits,
+        f"backbone, {_exchange(run)}": reduced - reduce_waits,
         "backbone, weights gathered": gathered - gather_waits,
     }
-    return BackboneTime(parts, hidden)
+    return parts, hidden
 
 
 def backbone_seconds(
     profile: BackboneProfile, device: Device, *, channels_last: bool, efficiency: Efficiency = DEFAULT
 ) -> float:
     """Forward and backward of one micro-batch on one rank."""
-    every = range(len(profile.operations))
-    bound = _bound(profile, every, device, channels_last=channels_last, tf32=efficiency.tf32)
-    return bound / efficiency.backbone + len(every) * efficiency.operation
+    bound = sum(_bounds(profile, device, channels_last, efficiency.tf32))
+    return bound / efficiency.backbone + len(profile.operations) * efficiency.operation
 
 
-def _bound(
-    profile: BackboneProfile, operations: range, device: Device, *, channels_last: bool, tf32: bool = True
-) -> float:
-    return sum(_operation_bound(profile.operations[number], device, channels_last, tf32) for number in operations)
-
-
-def _operation_bound(operation: Operation, device: Device, channels_last: bool, tf32: bool) -> float:
-    """Seconds of an operation at the device's speeds.
+def _bounds(profile: BackboneProfile, device: Device, channels_last: bool, tf32: bool) -> list[float]:
+    """Seconds of each operation at the device's speeds.
 
     Of a GPU's convolutions, those in float32 take the faster of TF32 and, on CUDA cores, Winograd's algorithm; those in
     16 bits want channels last, and cuDNN transposes what is not, there and back.
     """
-    products = operation.flops / device.products[operation.precision]
-    traffic = operation.traffic
-    if operation.convolved and device.kind == "cuda":
-        if operation.precision != "fp32":
-            traffic += 0 if channels_last else 2 * operation.convolved
-        else:
-            products /= WINOGRAD if operation.is_winograd else 1.0
-            products = min(products, operation.flops / device.products["tf32"]) if tf32 else products
-    return max(products, traffic / device.bandwidth)
+
+    def bound(operation: Operation) -> float:
+        products = operation.flops / device.products[operation.precision]
+        traffic = operation.traffic
+        if operation.convolved and device.kind == "cuda":
+            if operation.precision != "fp32":
+                traffic += 0 if channels_last else 2 * operation.convolved
+            else:
+                products /= WINOGRAD if operation.is_winograd else 1.0
+                products = min(products, operation.flops / device.products["tf32"]) if tf32 else products
+        return max(products, traffic / device.bandwidth)
+
+    return [bound(operation) for operation in profile.operations]
 
 
-def _passes(setup: PlanConfig, profile: BackboneProfile, device: Device, efficiency: Efficiency) -> tuple[float, float]:
+def _passes(run: PlanConfig, profile: BackboneProfile, device: Device, efficiency: Efficiency) -> tuple[float, float]:
     """Seconds of a step's passes on a rank, and of the pipeline's bubble beside them."""
     blocks = profile.blocks
-    channels_last = setup.config.channels_last
-    whole = backbone_seconds(profile, device, channels_last=channels_last, efficiency=efficiency) * setup.micro_batches
-    if not blocks or setup.model_ranks == 1:
+    channels_last = run.config.channels_last
+    whole = backbone_seconds(profile, device, channels_last=channels_last, efficiency=efficiency) * run.micro_batches
+    if not blocks or run.model_ranks == 1:
         return whole, 0.0
-    bound = functools.partial(_bound, profile, device=device, channels_last=channels_last, tf32=efficiency.tf32)
-    forward = bound(range(profile.forward_operations))
-    stem = bound(range(blocks[0].forward.start)) / forward
-    in_blocks = sum(bound(block.forward) for block in blocks) / forward
+    bounds = _bounds(profile, device, channels_last, efficiency.tf32)
+    forward = sum(bounds[: profile.forward_operations])
+    stem = sum(bounds[: blocks[0].forward.start]) / forward
+    in_blocks = sum(sum(bounds[number] for number in block.forward) for block in blocks) / forward
     tail = 1 - stem - in_blocks
-    most = -(-len(blocks) // setup.pp) / len(blocks)
-    ends = stem + tail if setup.pp == 1 else max(stem, tail)
-    busy = whole * (in_blocks * most / setup.tp + ends)
-    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
-    return busy, busy * (setup.pp - 1) / (parts * setup.pipeline_micro_batches)
+    most = -(-len(blocks) // run.pp) / len(blocks)
+    ends = stem + tail if run.pp == 1 else max(stem, tail)
+    busy = whole * (in_blocks * most / run.tp + ends)
+    return busy, busy * (run.pp - 1) / (run.pipeline_parts * run.pipeline_micro_batches)
 
 
-def _busiest_stage(setup: PlanConfig, profile: BackboneProfile) -> int:
+def _busiest_stage(run: PlanConfig, profile: BackboneProfile) -> int:
     """The number of the stage with most weights to exchange: the first or the last."""
-    return max({0, setup.pp - 1}, key=lambda number: nbytes(stage_of(setup, profile, number).trained))
+    return max({0, run.pp - 1}, key=lambda number: nbytes(stage_of(run, profile, number).trained))
 
 
 def _exposed(seconds: float, beside: float) -> float:
@@ -168,36 +154,36 @@ def _exposed(seconds: float, beside: float) -> float:
     return max(seconds - OVERLAPPED_SHARE * beside, _EXPOSED_SHARE * seconds)
 
 
-def _exchange(setup: PlanConfig) -> str:
-    if is_sharded(setup):
+def _exchange(run: PlanConfig) -> str:
+    if is_sharded(run):
         return "reduce-scatter"
-    return "all-gather of the largest" if setup.config.parallel.comm_hook == "dgc" else "all-reduce"
+    return "all-gather of the largest" if run.config.parallel.comm_hook == "dgc" else "all-reduce"
 
 
-def _gathered(setup: PlanConfig, stage: Stage, links: Links) -> float:
+def _gathered(run: PlanConfig, stage: Stage, links: Links) -> float:
     """Seconds of a step's all-gathers: every unit's in both passes, the root's in one; from the host, shards' too."""
-    if not is_sharded(setup):
+    if not is_sharded(run):
         return 0.0
-    ranks, per_node, tp = setup.shard_ranks, setup.per_node, setup.tp
+    ranks, per_node, tp = run.shard_ranks, run.per_node, run.tp
     units = [gathered_bytes(unit, ranks) for unit in gathered_together(stage)]
     root = gathered_bytes(stage.parameters, ranks) - sum(units)
     # a pipeline's stage keeps what it gathered for all micro-batches
-    passes, times = (1, setup.config.optim.accumulate) if setup.pp > 1 else (2, setup.micro_batches)
+    passes, times = (1, run.config.optim.accumulate) if run.pp > 1 else (2, run.micro_batches)
     moved = times * (passes * sum(units) + root)
     calls = times * (passes * len(units) + 1)
     seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
-    return seconds + (moved / ranks / links.bus if setup.config.parallel.offload else 0.0)
+    return seconds + (moved / ranks / links.bus if run.config.parallel.offload else 0.0)
 
 
-def _reduced(setup: PlanConfig, stage: Stage, links: Links) -> float:
+def _reduced(run: PlanConfig, stage: Stage, links: Links) -> float:
     """Seconds of a step's exchange of gradients."""
-    ranks, per_node, tp = setup.data_ranks, setup.per_node, setup.tp
-    sent = sent_bytes(setup, stage.parameters)
-    if not is_sharded(setup):
-        copies = ranks - 1 if setup.config.parallel.comm_hook == "dgc" else 2 * (ranks - 1) / ranks
-        kind: Collective = "all_gather" if setup.config.parallel.comm_hook == "dgc" else "all_reduce"
+    ranks, per_node, tp = run.data_ranks, run.per_node, run.tp
+    sent = sent_bytes(run, stage.parameters)
+    if not is_sharded(run):
+        copies = ranks - 1 if run.config.parallel.comm_hook == "dgc" else 2 * (ranks - 1) / ranks
+        kind: Collective = "all_gather" if run.config.parallel.comm_hook == "dgc" else "all_reduce"
         return links.seconds(copies * sent, ranks, per_node, collective=kind, stride=tp)
-    shards = setup.shard_ranks
+    shards = run.shard_ranks
     replicas = ranks // shards
     calls = len(gathered_together(stage)) + 1
     filled = sent * gathered_bytes(stage.trained, shards) / max(nbytes(stage.trained), 1)
@@ -205,62 +191,61 @@ def _reduced(setup: PlanConfig, stage: Stage, links: Links) -> float:
     seconds = links.seconds(scattered, shards, per_node, collective="reduce_scatter", stride=tp, calls=calls)
     across = 2 * filled / shards * (replicas - 1) / replicas
     seconds += links.seconds(across, replicas, per_node, collective="all_reduce", stride=tp * shards, calls=calls)
-    return seconds + (nbytes(stage.trained, shards) / links.bus if setup.config.parallel.offload else 0.0)
+    return seconds + (nbytes(stage.trained, shards) / links.bus if run.config.parallel.offload else 0.0)
 
 
-def _compressed(setup: PlanConfig, stage: Stage, device: Device) -> float:
-    hook = setup.config.parallel.comm_hook
-    return _HOOK_TRAFFIC[hook] * nbytes(stage.trained) / device.bandwidth if setup.data_ranks > 1 else 0.0
+def _compressed(run: PlanConfig, stage: Stage, device: Device) -> float:
+    hook = run.config.parallel.comm_hook
+    return _HOOK_TRAFFIC[hook] * nbytes(stage.trained) / device.bandwidth if run.data_ranks > 1 else 0.0
 
 
-def _shards_copied(setup: PlanConfig, stage: Stage) -> int:
+def _shards_copied(run: PlanConfig, stage: Stage) -> int:
     """Bytes: FSDP2 copies what it gathers out of the collective's buffer, and gradients into that of theirs."""
-    if not is_sharded(setup):
+    if not is_sharded(run):
         return 0
-    ranks = setup.shard_ranks
+    ranks = run.shard_ranks
     gathered, summed = gathered_bytes(stage.parameters, ranks), gathered_bytes(stage.trained, ranks)
-    return 4 * setup.micro_batches * gathered + 2 * summed
+    return 4 * run.micro_batches * gathered + 2 * summed
 
 
-def _broadcast(setup: PlanConfig, stage: Stage, links: Links) -> float:
+def _broadcast(run: PlanConfig, stage: Stage, links: Links) -> float:
     """Seconds in which zero1's ranks give each other the weights that they stepped, one after another."""
-    ranks = setup.data_ranks
-    if setup.strategy != "zero1":
+    ranks = run.data_ranks
+    if run.strategy != "zero1":
         return 0.0
     moved = nbytes(stage.trained) * (ranks - 1) / ranks
     calls = min(ranks, len(stage.trained))
-    return links.seconds(moved, ranks, setup.per_node, collective="broadcast", calls=calls)
+    return links.seconds(moved, ranks, run.per_node, collective="broadcast", calls=calls)
 
 
-def _update(setup: PlanConfig, stage: Stage, device: Device) -> float:
+def _update(run: PlanConfig, stage: Stage, device: Device) -> float:
     """Gradients twice (norm, update), weights and states there and back; the moving average likewise."""
-    ranks = setup.shard_ranks
+    ranks = run.shard_ranks
     weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
-    stepped = largest_partition(stage.trained, setup.data_ranks) if setup.strategy == "zero1" else trained
-    moved = trained + (3 + 2 * setup.backbone_states) * stepped + (3 * weights if setup.config.ema_decay else 0)
-    speed = HOST_BANDWIDTH / setup.per_node if setup.config.parallel.offload else device.bandwidth
+    stepped = max(map(nbytes, partitions(run, stage.trained))) if run.strategy == "zero1" else trained
+    moved = trained + (3 + 2 * run.backbone_states) * stepped + (3 * weights if run.config.ema_decay else 0)
+    speed = HOST_BANDWIDTH / run.per_node if run.config.parallel.offload else device.bandwidth
     return moved / speed
 
 
-def _tensor_collectives(setup: PlanConfig, profile: BackboneProfile, links: Links, *, is_first: bool) -> float:
+def _tensor_collectives(run: PlanConfig, profile: BackboneProfile, links: Links, *, is_first: bool) -> float:
     """Seconds of the collectives within a stage's blocks, and of the first stage's split of the tokens."""
-    ranks = setup.tp
+    ranks = run.tp
     if ranks == 1:
         return 0.0
-    blocks = -(-len(profile.blocks) // setup.pp) * setup.micro_batches
+    blocks = -(-len(profile.blocks) // run.pp) * run.micro_batches
     block = profile.blocks[0]
-    splits = setup.micro_batches if is_first else 0  # gradients of the first block's input are gathered
+    splits = run.micro_batches if is_first else 0  # gradients of the first block's input are gathered
     moved = (4 * (block.input + block.output) * blocks + block.output * splits) * (ranks - 1) / ranks
-    return links.seconds(moved, ranks, setup.per_node, calls=8 * blocks + splits)
+    return links.seconds(moved, ranks, run.per_node, calls=8 * blocks + splits)
 
 
-def _sends(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
+def _sends(run: PlanConfig, profile: BackboneProfile, links: Links) -> float:
     """Seconds of what the busiest rank sends: outputs and gradients, to ranks that lie a stage's number apart."""
-    if setup.pp == 1:
+    if run.pp == 1:
         return 0.0
-    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
-    ends = int(setup.pp == 2)  # each of two ranks has one end of the backbone, to which nothing is sent
-    calls = (2 * parts - ends) * setup.micro_batches
-    moved = calls * profile.blocks[0].output / setup.tp
-    stride = setup.world // setup.pp
-    return links.seconds(moved, 2, setup.per_node, collective="send", stride=stride, calls=calls)
+    ends = int(run.pp == 2)  # each of two ranks has one end of the backbone, to which nothing is sent
+    calls = (2 * run.pipeline_parts - ends) * run.micro_batches
+    moved = calls * profile.blocks[0].output / run.tp
+    stride = run.world // run.pp
+    return links.seconds(moved, 2, run.per_node, collective="send", stride=stride, calls=calls)

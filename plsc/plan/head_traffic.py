@@ -6,21 +6,20 @@ numbers of a sample (its label, its loss) are left out: a fiftieth at 1,024 rank
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from plsc.config import make_margin
 from plsc.devices import Device
 from plsc.head.backends.torch_backend import is_bounded
-from plsc.head.backends.triton_passes import class_parts, scratch_bytes
+from plsc.head.backends.triton_passes import class_parts
 from plsc.plan.memory import (
     PROCESSORS,
     WRITES,
     chunk_rows,
     clips_head,
+    fused_scratch,
     fused_tiles,
     has_fused_passes,
     row_bytes,
-    stores_gradient,
 )
 from plsc.plan.plan_config import PlanConfig
 
@@ -39,109 +38,45 @@ class HeadTraffic:
     samples: int
 
 
-def head_traffic(setup: PlanConfig, device: Device) -> HeadTraffic:
-    """Count the bytes of a step of ``setup`` on one rank."""
-    step = _Step(setup, device)
+def head_traffic(run: PlanConfig, device: Device) -> HeadTraffic:
+    """Count the bytes of a step of ``run`` on one rank."""
+    step = _Step(run, device)
     first = step.micro_batches * (_first_fused(step) if step.is_fused else _first_plain(step))
     second = _second_updating(step) if step.updates_in_pass else _second_storing(step) + _updated(step)
-    clipped = _second_storing(step) + _gradient_norm(step) if clips_head(setup) else 0
+    clipped = _second_storing(step) + _gradient_norm(step) if clips_head(run) else 0
     return HeadTraffic(
         first + second + clipped + _drawn(step) + _staged(step),
         step.micro_batches * (_samples(step) + (_partial_sums(step) if step.is_fused else 0)) + _features_again(step),
     )
 
 
-@dataclass(frozen=True)
 class _Step:
     """What all counts depend on."""
 
-    setup: PlanConfig
-    device: Device
-
-    @property
-    def dim(self) -> int:
-        return self.setup.config.embedding_dim
-
-    @property
-    def width(self) -> int:
-        """Bytes of a weight."""
-        return self.setup.weight_width
-
-    @property
-    def micro_batches(self) -> int:
-        return self.setup.micro_batches
-
-    @property
-    def batch(self) -> int:
-        """Samples of pass 1; pass 2 has those of all micro-batches."""
-        return self.setup.group_batch
-
-    @property
-    def visited(self) -> int:
-        """Rows of pass 1."""
-        return self.setup.visited_rows
-
-    @property
-    def updated(self) -> int:
-        """Rows of pass 2, and of the update."""
-        return self.setup.updated_rows
-
-    @cached_property
-    def columns(self) -> dict[str, int]:
-        """Bytes of a row, by what holds them."""
-        return row_bytes(self.setup.config)
-
-    @property
-    def state(self) -> int:
-        """Bytes of a row with its norm and the optimizer's state."""
-        return sum(self.columns.values())
-
-    @property
-    def read(self) -> int:
-        """Bytes of a row's weights and norm."""
-        return self.columns["class weights"] + self.columns["1/norms"]
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.setup.config.head.sample_rate < 1
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether rows come from the host's memory."""
-        return self.setup.placement != "device"
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether each pass copies the whole table, chunk by chunk."""
-        return self.is_copied and not self.is_sampled
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether rows are found in the table by a list of their numbers."""
-        return self.is_sampled and not self.is_copied
-
-    @cached_property
-    def is_fused(self) -> bool:
-        return has_fused_passes(self.setup, self.device)
-
-    @property
-    def updates_in_pass(self) -> bool:
-        """Whether pass 2 updates rows before their gradient leaves the cache."""
-        return self.is_fused and not stores_gradient(self.setup)
-
-    def rows(self, passes: int) -> int:
-        """That pass 1, or pass 2, goes over."""
-        return self.updated if passes == 2 else self.visited
+    def __init__(self, run: PlanConfig, device: Device) -> None:
+        self.run, self.device = run, device
+        self.dim, self.width, self.micro_batches = run.dim, run.weight_width, run.micro_batches
+        self.batch = run.group_batch  # samples of pass 1; pass 2 has those of all micro-batches
+        self.visited, self.updated = run.visited_rows, run.updated_rows  # rows of pass 1; of pass 2 and the update
+        self.columns = row_bytes(run.config)  # bytes of a row, by what holds them
+        self.state = sum(self.columns.values())  # a row with its norm and the optimizer's state
+        self.read = self.columns["class weights"] + self.columns["1/norms"]
+        self.is_sampled = run.is_sampled
+        self.is_copied = run.placement != "device"  # rows come from the host's memory
+        self.is_streamed = self.is_copied and not self.is_sampled  # each pass copies the whole table, chunk by chunk
+        self.is_listed = self.is_sampled and not self.is_copied  # rows are found by a list of their numbers
+        self.is_fused = has_fused_passes(run, device)
+        self.updates_in_pass = self.is_fused and run.replicas == 1  # before a row's gradient leaves the cache
+        self.changes_negatives = make_margin(run.config.head).changes_negatives
 
     def chunks(self, passes: int) -> range:
         """The first row of each chunk of a pass that stores something for every chunk."""
-        samples = self.batch * (self.micro_batches if passes == 2 else 1)
-        size = chunk_rows(self.setup, self.device, samples, passes=passes)
-        return range(0, self.rows(passes), max(size, 1))
+        size = chunk_rows(self.run, self.device, passes=passes)
+        return range(0, self.run.rows_of(passes), max(size, 1))
 
     def launches(self, passes: int) -> list[int]:
         """Rows of each launch of a fused pass, which takes a whole table on the device."""
-        rows = self.rows(passes)
+        rows = self.run.rows_of(passes)
         if not self.is_streamed:
             return [rows]
         starts = self.chunks(passes)
@@ -158,18 +93,17 @@ def _first_fused(step: _Step) -> int:
 
 def _first_plain(step: _Step) -> int:
     """Pass 1 by PyTorch: its logits, and the rows that both products and the norms' two factors read."""
-    margin = make_margin(step.setup.config.head)
     # the weighted logits are divided by norms; product read; exp, its sum
     logit = _logits(step) + 8 + _rounded(step) + step.width + 8 + 4
-    logit += 0 if is_bounded(margin) else 4 + 8  # maximum, taken off
-    logit += 12 if margin.changes_negatives else 0  # times the slope
+    logit += 0 if is_bounded(make_margin(step.run.config.head)) else 4 + 8  # maximum, taken off
+    logit += 12 if step.changes_negatives else 0  # times the slope
     return step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + 2 * _FLOAT)
 
 
 def _second_updating(step: _Step) -> int:
     """Pass 2's kernel with the update: all of a row there and back, and gradients between the two."""
     copied = _local_numbers(step) if step.is_copied else _NUMBER * step.is_listed
-    parked = 2 * sum(_scratch(step, rows)[1] for rows in step.launches(2))
+    parked = 2 * sum(fused_scratch(step.run, rows)[1] for rows in step.launches(2))
     return step.updated * (2 * step.state + copied) + parked
 
 
@@ -178,7 +112,7 @@ def _second_storing(step: _Step) -> int:
     gradient = step.dim * _FLOAT
     if step.is_fused:
         return step.updated * (step.read + _NUMBER * step.is_listed + gradient)
-    slope = 12 if make_margin(step.setup.config.head).changes_negatives else 0
+    slope = 12 if step.changes_negatives else 0
     # log Z taken off, exp, times the scale, the slope; rounded; product read
     logit = _logits(step) + 8 + 8 + 8 + slope + _rounded(step) + step.width
     return step.updated * (logit * step.batch * step.micro_batches + _listed_rows(step) + _FLOAT + gradient)
@@ -200,7 +134,7 @@ def _gradient_norm(step: _Step) -> int:
 
 def _logits(step: _Step) -> int:
     """Of each logit of PyTorch's passes: product written, divided by norms, the margin of negatives, times s."""
-    changed = _NEGATIVES if make_margin(step.setup.config.head).changes_negatives else 0
+    changed = _NEGATIVES if step.changes_negatives else 0
     return 4 + 8 + changed + 8
 
 
@@ -222,11 +156,6 @@ def _local_numbers(step: _Step) -> int:
     return (4 if step.is_copied else 2) * _NUMBER
 
 
-def _scratch(step: _Step, rows: int) -> tuple[int, int]:
-    samples = step.batch, step.batch * step.micro_batches
-    return scratch_bytes(samples, rows, step.dim, fused_tiles(step.setup), PROCESSORS)
-
-
 # What surrounds the passes.
 
 
@@ -234,8 +163,8 @@ def _drawn(step: _Step) -> int:
     """Partial FC's draw: a number for every class, targets' raised, the largest found; sorted, and labels looked up."""
     if not step.is_sampled:
         return 0
-    owned = step.setup.rows // step.setup.config.head.centers
-    visited, updated = (rows // step.setup.config.head.centers for rows in (step.visited, step.updated))
+    owned = step.run.rows // step.run.config.head.centers
+    visited, updated = (rows // step.run.config.head.centers for rows in (step.visited, step.updated))
     drawn = (4 + 8 + 4) * owned + (12 + 24) * visited
     looked_up = _NUMBER * (visited * step.micro_batches + updated)
     # joined and sorted, and each searched for which samples visited it: a boolean that is written, and read by the pass
@@ -251,14 +180,14 @@ def _staged(step: _Step) -> int:
     if not step.is_copied:
         return 0
     if not step.is_sampled:
-        passes = step.micro_batches + clips_head(step.setup)
+        passes = step.micro_batches + clips_head(step.run)
         chunks = step.chunks(2)
         # a pass of few chunks is over before the updates of the last step have returned
         late = step.state if len(chunks) <= WRITES + 1 else 0
         last = step.updated - chunks[-min(WRITES, len(chunks))]
         forwarded = 2 * last * (passes * step.read + late)
-        return step.setup.rows * (passes * step.read + 2 * step.state) + forwarded
-    share, stages = step.visited / step.setup.rows, WRITES + 1
+        return step.run.rows * (passes * step.read + 2 * step.state) + forwarded
+    share, stages = step.visited / step.run.rows, WRITES + 1
     # rows in common: looked up, bounded, taken, compared, found; their numbers there
     common = (24 + 16 + 24 + 17 + 1) + (8 + 24) * share
     forwarded = int(step.visited * stages * (common + share * (5 * step.state + 2 * _NUMBER * len(step.columns))))
@@ -270,23 +199,23 @@ def _staged(step: _Step) -> int:
 
 def _samples(step: _Step) -> int:
     """Of a micro-batch's gathered embeddings: their unit vectors, their own classes' rows, and the gradient by them."""
-    width, centers = step.width, step.setup.config.head.centers
+    width, centers = step.width, step.run.config.head.centers
     widened = 0 if width == _FLOAT else width + _FLOAT
-    number = 2 * width if step.setup.head_ranks > 1 else 0  # unpacked
+    number = 2 * width if step.run.head_ranks > 1 else 0  # unpacked
     number += centers * (2 * width + width + 8 + 8 + 8) + width + 8 + 8 + 8  # rows; both in float64, norms, product
     number += 8 + 8  # divided by Z, times s/B
     number += 2 * width + widened + 8 + 12 + 8  # rows, in float32, weighed, added, stored
     number += 2 * width  # joined for pass 2
     # this rank's own: norm, unit vector, rounded; norm, unit vector, gradient through the norm, times the loss's
     own = 4 + 8 + 4 + width + 4 + 16 + 20 + 12 + 4 + 8
-    return step.dim * (step.batch * number + step.batch // step.setup.head_ranks * own)
+    return step.dim * (step.batch * number + step.batch // step.run.head_ranks * own)
 
 
 def _partial_sums(step: _Step) -> int:
     """Of a micro-batch: pass 1's sums over parts of the classes, written by the kernel and added up."""
-    blocks, total = -(-step.batch // fused_tiles(step.setup)[0].samples), 0
+    blocks, total = -(-step.batch // fused_tiles(step.run)[0].samples), 0
     for number, rows in enumerate(step.launches(1)):
-        tile, centers = fused_tiles(step.setup)[0], step.setup.config.head.centers
+        tile, centers = fused_tiles(step.run)[0], step.run.config.head.centers
         _, parts = class_parts(max(rows // centers, 1), blocks, tile.classes(centers), PROCESSORS)
         added = 16 if number else 12  # to float32, or to what the chunks before gave
         each = step.dim * (2 * _FLOAT * parts + 8 + added) if parts > 1 else step.dim * (_FLOAT + (12 if number else 0))
@@ -301,7 +230,7 @@ def _features_again(step: _Step) -> int:
     storing = not step.updates_in_pass
     if step.is_fused:
         second = len(step.chunks(2)) if storing else len(step.launches(2))
-        clipped = len(step.chunks(2)) if clips_head(step.setup) else 0
+        clipped = len(step.chunks(2)) if clips_head(step.run) else 0
         return features * (len(step.launches(1)) + second + clipped)
-    passes = len(step.chunks(1)) + 2 * len(step.chunks(2)) * (1 + clips_head(step.setup))
+    passes = len(step.chunks(1)) + 2 * len(step.chunks(2)) * (1 + clips_head(step.run))
     return features * passes + summed * len(step.chunks(1))

@@ -1,7 +1,7 @@
 """Memory of a rank: the bytes that stay, and the most that a step needs on top; and the disk that a run takes."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,6 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
 from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
-from plsc.head.sharded_head import ShardedHead
 from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
@@ -66,6 +65,12 @@ class Memory:
         """Bytes that the device must have."""
         return self.computed + sum(self.allowed.values())
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        values = asdict(self)
+        values["step_phases"] = values.pop("phases")
+        return {**values, "computed": self.computed, "total": self.total}
+
 
 def row_bytes(config: Config) -> dict[str, int]:
     """Bytes that one row of the table takes, by what holds them: read off the head and its optimizer themselves."""
@@ -74,250 +79,209 @@ def row_bytes(config: Config) -> dict[str, int]:
 
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
-    head = _one_row(config)
+    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False))
+    head = make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
     for name, shard in optimizer.sharded_state().items():
-        parts[_state_label(name)] = shard.blocks[0].local.nbytes
+        label = "int8 scales" if name.endswith("_scale") else name.replace("_", " ")
+        parts[label] = shard.blocks[0].local.nbytes
     norm_dtype = torch.promote_types(head.weight.dtype, torch.float32)
     return {**parts, "1/norms": norm_dtype.itemsize}
 
 
-def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> Memory:
-    """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
-    last = setup.pp - 1
-    with_head = _memory_of(setup, backbone_memory(setup, profile, device, last), device)
+def plan_memory(run: PlanConfig, profile: BackboneProfile, device: Device) -> Memory:
+    """The bytes of ``run``'s fullest rank. ``profile`` is the backbone's at the run's batch and precision."""
+    last = run.pp - 1
+    with_head = _memory_of(run, backbone_memory(run, profile, device, last), device)
     if last == 0:
         return with_head
-    first = _memory_of(setup, backbone_memory(setup, profile, device, 0), device, has_head=False)
+    first = _memory_of(run, backbone_memory(run, profile, device, 0), device, has_head=False)
     return max(first, with_head, key=lambda memory: memory.total)
 
 
-def _memory_of(setup: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool = True) -> Memory:
-    table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()} if has_head else {}
-    stored = sum(size for name, size in table.items() if name != "1/norms" and not setup.config.head.journal)
+def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool = True) -> Memory:
+    table = {name: size * run.rows for name, size in row_bytes(run.config).items()} if has_head else {}
+    stored = sum(size for name, size in table.items() if name != "1/norms" and not run.config.head.journal)
     stored += backbone.stored
     host = 0
-    if setup.placement != "device":
+    if run.placement != "device":
         host, table = sum(table.values()), {}
     kept = {**table, **backbone.kept}
-    phases = _phases(setup, backbone, device, has_head=has_head)
+    phases = _phases(run, backbone, device, has_head=has_head)
     allowed = {}
     if device.kind == "cuda":
-        allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if setup.world > 1 else 0)
+        allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if run.world > 1 else 0)
         allowed["allocator's fragments"] = int(FRAGMENTED_SHARE * max(phases.values()))
     return Memory(kept, phases, allowed, host, backbone.host, stored)
 
 
-def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
+def head_memory(run: PlanConfig, device: Device) -> tuple[int, int]:
     """Bytes of a rank's resident table with its state, and the most that a step of the head takes on top of it."""
-    table = sum(row_bytes(setup.config).values()) * setup.rows
-    first = chunk_rows(setup, device, setup.group_batch, passes=1)
-    second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
-    passes = [_block(setup, device, first, passes=1), _block(setup, device, second, passes=2) + _member(setup)]
-    return table, _waiting(setup) + max(passes)
+    table = sum(row_bytes(run.config).values()) * run.rows
+    passes = [_block(run, device, passes=1), _block(run, device, passes=2) + _member(run)]
+    return table, _waiting(run) + max(passes)
 
 
-def chunk_rows(setup: PlanConfig, device: Device, samples: int, *, passes: int = 2) -> int:
-    """Rows that a pass over ``samples`` has in hand at a time."""
-    head, dim = setup.config.head, setup.config.embedding_dim
-    classes = default_chunk_size(samples, dim, head.centers, device.kind)
-    if passes == 2 and _overlaps_sums(setup):
-        classes = overlapped_chunk_size(classes, setup.updated_rows // head.centers)
-    return min(classes * head.centers, _rows_of(setup, passes))
+def chunk_rows(run: PlanConfig, device: Device, *, passes: int = 2) -> int:
+    """Rows that pass 1, or pass 2, has in hand at a time."""
+    head = run.config.head
+    classes = default_chunk_size(run.samples_of(passes), run.dim, head.centers, device.kind)
+    if passes == 2 and _overlaps_sums(run):
+        classes = overlapped_chunk_size(classes, run.updated_rows // head.centers)
+    return min(classes * head.centers, run.rows_of(passes))
 
 
-def _rows_of(setup: PlanConfig, passes: int) -> int:
-    """Rows that pass 1, or pass 2, goes over."""
-    return setup.updated_rows if passes == 2 else setup.visited_rows
-
-
-def _overlaps_sums(setup: PlanConfig) -> bool:
+def _overlaps_sums(run: PlanConfig) -> bool:
     """Return whether a chunk's gradient is summed over replicas while the next one is computed."""
-    return setup.replicas > 1 and setup.placement == "device"
+    return run.replicas > 1 and run.placement == "device"
 
 
-def _one_row(config: Config) -> ShardedHead:
-    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False))
-    return make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
-
-
-def _state_label(name: str) -> str:
-    return {"momentum_scale": "int8 scales", "first_moment_scale": "int8 scales"}.get(name, name.replace("_", " "))
-
-
-def _phases(setup: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool) -> dict[str, int]:
+def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool) -> dict[str, int]:
     """Return what each part of a step holds on top, activations included."""
     if not has_head:
         return {
             "backbone, backward pass": backbone.backward,
             "backbone, update": backbone.gradients + backbone.update,
         }
-    waiting, staged = _waiting(setup), _staged(setup, device)
-    first = chunk_rows(setup, device, setup.group_batch, passes=1)
-    second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
-    widened = min(setup.rows, NORM_BLOCK_ROWS) * setup.config.embedding_dim * 8
-    after = backbone.gradients + waiting + _member(setup)
+    waiting, staged = _waiting(run), _staged(run, device)
+    widened = min(run.rows, NORM_BLOCK_ROWS) * run.dim * 8
+    after = backbone.gradients + waiting + _member(run)
     phases = {
-        "head, first pass": backbone.forward + waiting + _block(setup, device, first, passes=1) + staged["first"],
+        "head, first pass": backbone.forward + waiting + _block(run, device, passes=1) + staged["first"],
         "backbone, backward pass": backbone.backward + waiting + staged["between"],
-        "head, second pass": after + _block(setup, device, second, passes=2) + staged["second"],
+        "head, second pass": after + _block(run, device, passes=2) + staged["second"],
         "backbone, update": backbone.gradients + backbone.update + staged["between"],
         "head, first norms": backbone.forward + waiting + widened,
     }
-    if clips_head(setup):
-        phases["head, gradient's norm"] = after + _norm_block(setup, device, second) + staged["first"]
+    if clips_head(run):
+        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["first"]
     return phases
 
 
-def _waiting(setup: PlanConfig) -> int:
+def _waiting(run: PlanConfig) -> int:
     """What pass 2 needs of each micro-batch: its embeddings, gathered, and the numbers of sampled classes."""
-    embeddings = setup.group_batch * setup.config.embedding_dim * setup.weight_width
-    sampled = 8 * setup.visited_rows if setup.config.head.sample_rate < 1 else 0
-    return setup.micro_batches * (embeddings + sampled)
+    embeddings = run.group_batch * run.dim * run.weight_width
+    sampled = 8 * run.visited_rows if run.is_sampled else 0
+    return run.micro_batches * (embeddings + sampled)
 
 
-def _member(setup: PlanConfig) -> int:
+def _member(run: PlanConfig) -> int:
     """Bytes of the boolean mask (rows, B) that says which rows each sample of several micro-batches visits; else 0."""
-    if setup.config.head.sample_rate >= 1 or setup.micro_batches == 1:
+    if not run.is_sampled or run.micro_batches == 1:
         return 0
-    return setup.updated_rows // setup.config.head.centers * setup.group_batch * setup.micro_batches
+    return run.updated_rows // run.config.head.centers * run.group_batch * run.micro_batches
 
 
-def _sums(setup: PlanConfig) -> int:
-    """(B, D) float32: rows that are pulled together."""
-    return setup.group_batch * setup.config.embedding_dim * 4
-
-
-def has_fused_passes(setup: PlanConfig, device: Device) -> bool:
+def has_fused_passes(run: PlanConfig, device: Device) -> bool:
     """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
-    head = setup.config.head
-    weights = {"float32": torch.float32, "bfloat16": torch.bfloat16}[head.weight_dtype]
-    shape = HeadShape(
-        torch.device("cuda"), weights, setup.config.embedding_dim, head.centers, make_margin(head), _precision(setup)
-    )
+    head, (dtype, precision) = run.config.head, _numbers(run)
+    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision)
     return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
 
 
-def _precision(setup: PlanConfig) -> Fp32Precision:
-    return cast(Fp32Precision, setup.config.head.fp32_precision)
+def _numbers(run: PlanConfig) -> tuple[torch.dtype, Fp32Precision]:
+    """The table's dtype, and the precision of its products."""
+    dtype = torch.float32 if run.weight_width == _FLOAT else torch.bfloat16
+    return dtype, cast(Fp32Precision, run.config.head.fp32_precision)
 
 
-def stores_gradient(setup: PlanConfig) -> bool:
-    """Whether the rows' gradient is stored before the update, as replicas must sum it."""
-    return setup.replicas > 1
-
-
-def clips_head(setup: PlanConfig) -> bool:
+def clips_head(run: PlanConfig) -> bool:
     """Whether pass 2 runs once more before the update, for the norm of the gradient."""
-    return setup.config.optim.clip_head and setup.config.optim.clip_norm > 0
+    return run.config.optim.clip_head and run.config.optim.clip_norm > 0
 
 
-def fused_tiles(setup: PlanConfig) -> tuple[Tile, Tile]:
+def fused_tiles(run: PlanConfig) -> tuple[Tile, Tile]:
     """Of Triton's first and second pass on an H100."""
-    dtype = torch.float32 if setup.weight_width == 4 else torch.bfloat16
-    dim, precision = setup.config.embedding_dim, _precision(setup)
-    first, second = (shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, dim, precision) for which in _PASSES)
+    dtype, precision = _numbers(run)
+    first, second = (shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision) for which in _PASSES)
     return first, second
 
 
-def fused_block(setup: PlanConfig, rows: int, *, passes: int) -> int:
-    """The scratch of Triton's passes: pass 1's sums by parts of the classes; gradients on their way to the update."""
-    samples, dim = setup.group_batch, setup.config.embedding_dim
-    both = samples, samples * setup.micro_batches
-    scratch = scratch_bytes(both, _rows_of(setup, passes), dim, fused_tiles(setup), PROCESSORS)
-    if passes == 1:
-        return scratch[0]
-    return _gradients(setup, rows) if stores_gradient(setup) else scratch[1]
+def fused_scratch(run: PlanConfig, rows: int) -> tuple[int, int]:
+    """Bytes of both of Triton's passes over so many rows: sums by parts of the classes; gradients before the update."""
+    samples = run.samples_of(1), run.samples_of(2)
+    return scratch_bytes(samples, rows, run.dim, fused_tiles(run), PROCESSORS)
 
 
-def _gradients(setup: PlanConfig, rows: int) -> int:
+def _gradients(run: PlanConfig, rows: int) -> int:
     """Float32 gradients of chunks of rows: the one that is made, the one that is updated, one that replicas sum."""
-    at_once = min((3 if _overlaps_sums(setup) else 2) * rows, setup.updated_rows)
-    return at_once * setup.config.embedding_dim * 4
+    at_once = min((3 if _overlaps_sums(run) else 2) * rows, run.updated_rows)
+    return at_once * run.dim * 4
 
 
-def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
+def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     """A chunk's scratch: that of the kernels, or of PyTorch's passes."""
-    if has_fused_passes(setup, device):
-        return fused_block(setup, rows, passes=passes)
+    rows = chunk_rows(run, device, passes=passes)
+    if has_fused_passes(run, device):
+        if passes == 2 and run.replicas > 1:  # which sum the rows' gradient, so that it is stored before the update
+            return _gradients(run, rows)
+        return fused_scratch(run, run.rows_of(passes))[passes - 1]
     if passes == 1:
-        return _plain_block(setup, rows, passes=1) + 2 * _sums(setup)
-    return _plain_block(setup, rows, passes=2, copies=0 if device.has_kernels else _PLAIN_COPIES)
+        sums = run.group_batch * run.dim * _FLOAT  # of rows that are pulled together
+        return _plain_block(run, rows, passes=1) + 2 * sums
+    return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels else _PLAIN_COPIES)
 
 
-def _norm_block(setup: PlanConfig, device: Device, rows: int) -> int:
+def _norm_block(run: PlanConfig, device: Device) -> int:
     """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
-    if not has_fused_passes(setup, device):
-        return _plain_block(setup, rows, passes=2, copies=_NORM_COPIES)
-    return max(_NORM_COPIES * rows * setup.config.embedding_dim * _FLOAT, _gradients(setup, rows))
+    rows = chunk_rows(run, device)
+    if not has_fused_passes(run, device):
+        return _plain_block(run, rows, passes=2, copies=_NORM_COPIES)
+    return max(_NORM_COPIES * rows * run.dim * _FLOAT, _gradients(run, rows))
 
 
-def _plain_block(setup: PlanConfig, rows: int, *, passes: int, copies: int = 0) -> int:
+def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) -> int:
     """The scratch of PyTorch's passes, which store (rows, B) blocks of logits: a chunk's beside what the last one left.
 
     Args:
-        setup: the run.
+        run: the run.
         rows: of a chunk.
         passes: 1, or 2, which makes the rows' gradients.
         copies: of a chunk's rows, gradient included, that its update or norm makes.
     """
-    samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
-    width, dim = setup.weight_width, setup.config.embedding_dim
-    following = min(rows, _rows_of(setup, passes) - rows)  # whose logits are made beside this chunk's
-    kept, made = _logit_bytes(setup, passes)
+    samples = run.samples_of(passes)
+    width, dim = run.weight_width, run.dim
+    following = min(rows, run.rows_of(passes) - rows)  # whose logits are made beside this chunk's
+    kept, made = _logit_bytes(run, passes)
     rounded = width if width < _FLOAT else 0
-    copied = dim * width if setup.config.head.sample_rate < 1 else 0
+    copied = dim * width if run.is_sampled else 0
     product = samples * (kept + rounded) + copied
     next_logits = rows * (samples * kept + copied) + following * (samples * made + copied)
     if passes == 1:
         return max(rows * product, next_logits)
     wide = dim * _FLOAT
     first = rows * (product + max(copies, 1) * wide)
-    later = following * product + max(_gradients(setup, rows), copies * following * wide)
+    later = following * product + max(_gradients(run, rows), copies * following * wide)
     return max(first, later, next_logits + rows * wide)
 
 
-def _logit_bytes(setup: PlanConfig, passes: int) -> tuple[int, int]:
+def _logit_bytes(run: PlanConfig, passes: int) -> tuple[int, int]:
     """Bytes that PyTorch's passes hold of each logit from its chunk to the next, and while it is made."""
-    if not make_margin(setup.config.head).changes_negatives:
+    if not make_margin(run.config.head).changes_negatives:
         return _FLOAT, _FLOAT
     # z and its slope, in pass 1 times each other; cosine, comparison, changed cosine, slope and what it is chosen from
     return (3 if passes == 1 else 2) * _FLOAT, 4 * _FLOAT + 1
 
 
-def _staged(setup: PlanConfig, device: Device) -> dict[str, int]:
+def _staged(run: PlanConfig, device: Device) -> dict[str, int]:
     """Copies of rows of a table in host memory, during both passes and ``between`` them.
 
     Sampled rows are fetched once for both passes, and the next batch's ahead of them; without sampling, each pass
     fetches a chunk while it computes on the one before, the first pass without the optimizer's state. Updates of the
     last few are on their way back meanwhile.
     """
-    if setup.placement == "device":
+    if run.placement == "device":
         return {"first": 0, "between": 0, "second": 0}
-    row = row_bytes(setup.config)
+    row = row_bytes(run.config)
     whole, read = sum(row.values()), row["class weights"] + row["1/norms"]
-    if setup.config.head.sample_rate < 1:
-        return dict.fromkeys(("first", "between", "second"), (WRITES + 2) * setup.visited_rows * whole)
-    rows = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
+    if run.is_sampled:
+        return dict.fromkeys(("first", "between", "second"), (WRITES + 2) * run.visited_rows * whole)
+    rows = chunk_rows(run, device)
     return {
         "first": rows * (WRITES * whole + 2 * read),
         "between": rows * WRITES * whole,
         "second": rows * (WRITES + 2) * whole,
-    }
-
-
-def as_dict(memory: Memory) -> dict[str, Any]:
-    """For JSON."""
-    return {
-        "kept": memory.kept,
-        "step_phases": memory.phases,
-        "allowed": memory.allowed,
-        "computed": memory.computed,
-        "total": memory.total,
-        "host": memory.host,
-        "offloaded": memory.offloaded,
-        "checkpoint": memory.checkpoint,
     }
 
 
@@ -337,30 +301,21 @@ class Disk:
     checkpoint: int
     checkpoints: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "table": self.table,
-            "journals": self.journals,
-            "checkpoint": self.checkpoint,
-            "checkpoints": self.checkpoints,
-        }
 
-
-def plan_disk(setup: PlanConfig, profile: BackboneProfile) -> Disk:
-    """The disk that ``setup`` takes; ``profile`` is the backbone's. ``checkpoint.keep.every_hours`` is not counted."""
-    config = setup.config
+def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
+    """The disk that ``run`` takes; ``profile`` is the backbone's. ``checkpoint.keep.every_hours`` is not counted."""
+    config = run.config
     columns = row_bytes(config)
-    row, is_mapped = sum(columns.values()), setup.placement == "mmap"
+    row, is_mapped = sum(columns.values()), run.placement == "mmap"
     keep = config.checkpoint.keep
     journals = 0
     if is_mapped and config.head.journal:
         steps = 0 if config.checkpoint.every_minutes else config.checkpoint.every_steps
-        share = setup.updated_rows / max(setup.rows, 1)
-        journals = (keep.last + 1) * journal_bytes(setup.rows, row, share, steps)
-    stored_rows = 0 if is_mapped and config.head.journal else setup.classes * config.head.centers
+        share = run.updated_rows / max(run.rows, 1)
+        journals = (keep.last + 1) * journal_bytes(run.rows, row, share, steps)
+    stored_rows = 0 if is_mapped and config.head.journal else run.classes * config.head.centers
     trained = [parameter for parameter in profile.parameters if parameter.is_trained]
     weights = profile.weights + profile.buffers
-    backbone = (2 if config.ema_decay else 1) * weights + state_bytes(setup, trained)
+    backbone = (2 if config.ema_decay else 1) * weights + state_bytes(run, trained)
     checkpoint = backbone + stored_rows * (row - columns["1/norms"])
-    return Disk(setup.rows * row if is_mapped else 0, journals, checkpoint, keep.last + keep.best + 1)
+    return Disk(run.rows * row if is_mapped else 0, journals, checkpoint, keep.last + keep.best + 1)

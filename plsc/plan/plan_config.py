@@ -47,9 +47,9 @@ class PlanConfig:
         return self.config.parallel.pp
 
     @property
-    def schedule(self) -> str:
-        """Of a pipeline: "gpipe", "1f1b" or "interleaved"."""
-        return self.config.parallel.pp_schedule
+    def pipeline_parts(self) -> int:
+        """Parts of the backbone on each rank of a pipeline: several of an interleaved one."""
+        return 2 if self.config.parallel.pp_schedule == "interleaved" else 1
 
     @property
     def strategy(self) -> str:
@@ -129,6 +129,24 @@ class PlanConfig:
         if optim.name in ("sgd", "lars"):
             return int(optim.momentum > 0)
         return 2 if optim.name in ("adamw", "lamb") else 1
+
+    @property
+    def dim(self) -> int:
+        """Of the embeddings."""
+        return self.config.embedding_dim
+
+    @property
+    def is_sampled(self) -> bool:
+        """True where a step visits some of the rows only."""
+        return self.config.head.sample_rate < 1
+
+    def rows_of(self, passes: int) -> int:
+        """Rows that pass 1, or pass 2, goes over."""
+        return self.updated_rows if passes == 2 else self.visited_rows
+
+    def samples_of(self, passes: int) -> int:
+        """Samples of a rank's pass 1; pass 2 has those of all micro-batches."""
+        return self.group_batch * (self.micro_batches if passes == 2 else 1)
 
     @property
     def weight_width(self) -> int:

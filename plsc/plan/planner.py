@@ -1,7 +1,7 @@
 """The whole plan: the run as configured, the run recommended, the most classes of each storage; and its report."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from plsc.config import Config, changes_to_toml
@@ -53,23 +53,23 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: bytes, seconds, images per second."""
-        setup, device = self.configured.setup, self.hardware.device
-        profile = profile_of(setup)
+        run, device = self.configured.run, self.hardware.device
+        profile = profile_of(run)
         return {
-            "classes": setup.classes,
-            "embedding_dim": setup.config.embedding_dim,
-            "backbone": setup.config.backbone,
-            "precision": setup.config.precision,
-            "gpus": setup.world,
-            "gpus_per_node": setup.per_node,
+            "classes": run.classes,
+            "embedding_dim": run.config.embedding_dim,
+            "backbone": run.config.backbone,
+            "precision": run.config.precision,
+            "gpus": run.world,
+            "gpus_per_node": run.per_node,
             "gpu_memory": self.hardware.memory,
             "device": {"name": device.name, "flops": device.products, "bandwidth": device.bandwidth},
             "links": {"inside": self.hardware.links.inside, "between": self.hardware.links.between},
-            "bytes_per_class": sum(row_bytes(setup.config).values()) * setup.config.head.centers,
+            "bytes_per_class": sum(row_bytes(run.config).values()) * run.config.head.centers,
             "backbone_flops_per_image": profile.flops / profile.images,
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
-            "disk": plan_disk(setup, profile).as_dict(),
+            "disk": asdict(plan_disk(run, profile)),
             "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why, "toml": self.recommended_toml},
             "strategies": [each.as_dict() for each in self.strategies],
             "strategy_why": list(self.strategy_why),
@@ -87,24 +87,24 @@ class Plan:
     @property
     def recommended_toml(self) -> str:
         """The keys to change in the given configuration for the recommended run, as TOML; "" where there are none."""
-        setup = self.advice.choice.setup
+        run = self.advice.choice.run
         of_table: dict[str, Any] = {}
-        if setup.placement != self.given.head.placement.partition(":")[0]:
-            of_table["placement"] = setup.placement
+        if run.placement != self.given.head.placement.partition(":")[0]:
+            of_table["placement"] = run.placement
         head_ranks = self.given.head_ranks
-        if setup.head_ranks != (head_ranks or setup.table_ranks):
-            head_ranks = setup.head_ranks
+        if run.head_ranks != (head_ranks or run.table_ranks):
+            head_ranks = run.head_ranks
         config = replace(
-            setup.config,
+            run.config,
             precision=self.given.precision,
             head_ranks=head_ranks,
-            head=replace(setup.config.head, **of_table),
+            head=replace(run.config.head, **of_table),
         )
         return changes_to_toml(self.given, config)
 
     def run_seconds(self, of: Estimate) -> float | None:
         """Seconds of the whole run, where it has a number of steps, or the number of images is known."""
-        config = of.setup.config
+        config = of.run.config
         if config.steps is not None:
             return config.steps * of.timing.seconds
         epoch = self.epoch_seconds(of)
@@ -113,7 +113,7 @@ class Plan:
     def gpu_hours(self, of: Estimate) -> float | None:
         """Hours of the whole run on each GPU, summed over them, where its length is known."""
         seconds = self.run_seconds(of)
-        return None if seconds is None else seconds / 3600 * of.setup.world
+        return None if seconds is None else seconds / 3600 * of.run.world
 
     def epoch_seconds(self, of: Estimate) -> float | None:
         """Seconds of an epoch, where the number of images is known."""
@@ -151,47 +151,38 @@ def plan(
         raise UsageError(f"--classes {classes}: at least one is needed")
     if hardware.memory < GIB // 64:
         raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
-    setup = plan_config(with_precision(config, hardware.device.units), classes, gpus, gpus_per_node)
+    run = plan_config(with_precision(config, hardware.device.units), classes, gpus, gpus_per_node)
     why: tuple[str, ...] = ()
     if config.parallel.strategy == "auto":
-        chosen = choose_strategy(setup, hardware)
-        setup, why = chosen.estimate.setup, chosen.why
-    advice, largest = advise(setup, hardware, wanted), _largest_by_storage(setup, hardware)
-    strategies = comparison(setup, hardware)
-    return Plan(config, hardware, estimate(setup, hardware), advice, largest, strategies, why, images)
+        chosen = choose_strategy(run, hardware)
+        run, why = chosen.estimate.run, chosen.why
+    advice, largest = advise(run, hardware, wanted), _largest_by_storage(run, hardware)
+    strategies = comparison(run, hardware)
+    return Plan(config, hardware, estimate(run, hardware), advice, largest, strategies, why, images)
 
 
-def _largest_by_storage(setup: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
-    exact = replace(setup.sampled(1.0), head_ranks=setup.table_ranks)
+def _largest_by_storage(run: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
+    exact = replace(run.sampled(1.0), head_ranks=run.table_ranks)
     placements = ["device"] if hardware.host_memory is None else ["device", "host"]
     return {
         (storage, placement): largest_classes(replace(exact.stored_as(*storage), placement=placement), hardware)
         for placement in placements
-        for storage in storages(setup)
+        for storage in storages(run)
     }
 
 
 def as_text(plan: Plan) -> str:
     """Everything of a plan in aligned columns."""
-    blocks = [
-        _heading(plan),
-        _memory(plan),
-        _disk(plan),
-        _time(plan),
-        _strategies(plan),
-        _recommended(plan),
-        _largest(plan),
-        _assumptions(plan),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks)
+    sections = (_heading, _memory, _disk, _time, _strategies, _recommended, _largest, _assumptions)
+    return "\n\n".join("\n".join(section(plan)) for section in sections)
 
 
 def _heading(plan: Plan) -> Iterable[str]:
-    setup = plan.configured.setup
-    config, links = setup.config, plan.hardware.links
-    nodes = -(-setup.world // setup.per_node)
+    run = plan.configured.run
+    config, links = run.config, plan.hardware.links
+    nodes = -(-run.world // run.per_node)
     linked = f"{nodes:,} node{'s' if nodes > 1 else ''}; "
-    linked += f"{links.inside / 1e9:,.0f} GB/s inside a node" if setup.per_node > 1 else "one GPU to a node"
+    linked += f"{links.inside / 1e9:,.0f} GB/s inside a node" if run.per_node > 1 else "one GPU to a node"
     linked += f", {links.between / 1e9:,.0f} GB/s between nodes" if nodes > 1 else ""
     yield (
         f"A plan, not a measurement: times that others published are planned with a median error of "
@@ -199,28 +190,28 @@ def _heading(plan: Plan) -> Iterable[str]:
     )
     yield ""
     size = size_text(config.data.preprocessing.image_size)
-    batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
+    batches = f" and micro-batch, {run.micro_batches} micro-batches to a step" if run.micro_batches > 1 else ""
     again = {"none": "", "every_k": f"every {config.recompute_every}", "budget": f"budget {config.recompute_budget:g}"}
     recompute = f", recompute {again[config.recompute]}" if config.recompute != "none" else ""
-    yield f"{config.backbone}, {config.precision}{recompute}, {setup.batch} images of {size} per GPU{batches}"
-    if setup.world > 1 or config.parallel.offload:
+    yield f"{config.backbone}, {config.precision}{recompute}, {run.batch} images of {size} per GPU{batches}"
+    if run.world > 1 or config.parallel.offload:
         hook = config.parallel.comm_hook
-        yield f"backbone: {label(setup)}" + (f", comm_hook {hook}" if hook != "none" else "")
-    yield f"{setup.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
+        yield f"backbone: {label(run)}" + (f", comm_hook {hook}" if hook != "none" else "")
+    yield f"{run.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
     yield (
-        f"{setup.world:,} GPU{'s' if setup.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
-        f"({plan.hardware.device.name})" + (f", {linked}" if setup.world > 1 else "")
+        f"{run.world:,} GPU{'s' if run.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
+        f"({plan.hardware.device.name})" + (f", {linked}" if run.world > 1 else "")
     )
 
 
 def _head(estimate: Estimate) -> str:
-    setup = estimate.setup
-    rate = setup.config.head.sample_rate
+    run = estimate.run
+    rate = run.config.head.sample_rate
     sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
-    where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[setup.placement]
-    ranks = "" if setup.world == 1 else f", sharded over {setup.head_ranks:,} ranks"
-    products = f", products in {setup.config.head.fp32_precision}" if setup.storage[0] == "float32" else ""
-    return f"stored as {storage_label(setup.storage)}{products}, {sampled}{ranks}{where}"
+    where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[run.placement]
+    ranks = "" if run.world == 1 else f", sharded over {run.head_ranks:,} ranks"
+    products = f", products in {run.config.head.fp32_precision}" if run.storage[0] == "float32" else ""
+    return f"stored as {storage_label(run.storage)}{products}, {sampled}{ranks}{where}"
 
 
 def _memory(plan: Plan) -> Iterable[str]:
@@ -240,7 +231,7 @@ def _memory(plan: Plan) -> Iterable[str]:
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
     yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.hardware.room)}")
     if memory.host:
-        where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
+        where = "in its host's memory" if plan.configured.run.placement == "host" else "on its host's disk"
         yield _line(f"its share of the table, {where}", amount(memory.host))
     if memory.offloaded:
         yield _line("its share of the backbone, in its host's memory", amount(memory.offloaded))
@@ -250,13 +241,13 @@ def _memory(plan: Plan) -> Iterable[str]:
 
 
 def _disk(plan: Plan) -> Iterable[str]:
-    setup = plan.configured.setup
-    disk = plan_disk(setup, profile_of(setup))
+    run = plan.configured.run
+    disk = plan_disk(run, profile_of(run))
     yield _line("Disk, as configured", f"  {'GB':>9}").removeprefix("  ")
     if disk.table:
         yield _line("the table's files, of each rank", f"{disk.table / 1e9:9,.3f}")
     if disk.journals:
-        name = f"what they held at {setup.config.checkpoint.keep.last + 1} savepoints, about"
+        name = f"what they held at {run.config.checkpoint.keep.last + 1} savepoints, about"
         yield _line(name, f"{disk.journals / 1e9:9,.3f}   of each rank")
     count = f"{disk.checkpoints} checkpoints, the next one among them"
     yield _line(count, f"{disk.checkpoints * disk.checkpoint / 1e9:9,.3f}   {disk.checkpoint / 1e9:,.3f} each")
@@ -268,8 +259,8 @@ def _time(plan: Plan) -> Iterable[str]:
     for name, seconds in timing.parts.items():
         yield _line(name, f"{seconds * 1e3:9.2f}")
     yield _line("in all", f"{timing.seconds * 1e3:9.2f}   {_rate(plan, plan.configured)}")
-    if run := _run(plan, plan.configured):
-        yield f"  {run}"
+    if length := _length(plan, plan.configured):
+        yield f"  {length}"
     for name, seconds in timing.hidden.items():
         yield _line(f"(hidden: {name}", f"{seconds * 1e3:9.2f})")
 
@@ -283,7 +274,7 @@ def _strategies(plan: Plan) -> Iterable[str]:
         fits = "" if each.fits else "   does not fit"
         on_host = f" and {gib(each.memory.offloaded)} of the host" if each.memory.offloaded else ""
         text = f"{each.timing.seconds * 1e3:9.2f} ms   {gib(each.memory.total)} of a GPU{on_host}{fits}"
-        yield _line(label(each.setup), text)
+        yield _line(label(each.run), text)
 
 
 def _rate(plan: Plan, estimate: Estimate) -> str:
@@ -292,15 +283,15 @@ def _rate(plan: Plan, estimate: Estimate) -> str:
     return rate if epoch is None else f"{rate}, {epoch / 3600:,.2f} hours an epoch"
 
 
-def _run(plan: Plan, estimate: Estimate) -> str:
+def _length(plan: Plan, estimate: Estimate) -> str:
     """What the whole run takes; "" where its length is not known."""
-    seconds, hours, config = plan.run_seconds(estimate), plan.gpu_hours(estimate), estimate.setup.config
+    seconds, hours, config = plan.run_seconds(estimate), plan.gpu_hours(estimate), estimate.run.config
     if seconds is None or hours is None:
         return ""
-    length = f"{config.steps:,} steps" if config.steps is not None else f"{config.epochs:,} epochs"
-    world = estimate.setup.world
+    whole = f"{config.steps:,} steps" if config.steps is not None else f"{config.epochs:,} epochs"
+    world = estimate.run.world
     gpus = f" x {world:,} GPUs = {_hours(hours)} GPU hours" if world > 1 else " of one GPU"
-    return f"{length}: {_hours(seconds / 3600)} hours{gpus}"
+    return f"{whole}: {_hours(seconds / 3600)} hours{gpus}"
 
 
 def _hours(hours: float) -> str:
@@ -309,11 +300,11 @@ def _hours(hours: float) -> str:
 
 def _recommended(plan: Plan) -> Iterable[str]:
     choice = plan.advice.choice
-    same = "as configured, " if choice.setup == plan.configured.setup else ""
+    same = "as configured, " if choice.run == plan.configured.run else ""
     yield f"Recommended: {same}{_head(choice)}"
     yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
-    if run := _run(plan, choice):
-        yield f"  {run}"
+    if length := _length(plan, choice):
+        yield f"  {length}"
     for name, sentence in plan.advice.why.items():
         yield f"  {name:<10} {sentence}"
     if plan.recommended_toml:
@@ -322,10 +313,10 @@ def _recommended(plan: Plan) -> Iterable[str]:
 
 
 def _largest(plan: Plan) -> Iterable[str]:
-    setup = plan.configured.setup
+    run = plan.configured.run
     yield "The most classes on these GPUs, exact"
     for (storage, placement), classes in plan.largest.items():
-        row = sum(row_bytes(setup.stored_as(*storage).config).values()) * setup.config.head.centers
+        row = sum(row_bytes(run.stored_as(*storage).config).values()) * run.config.head.centers
         where = "" if placement == "device" else ", in host memory"
         yield _line(storage_label(storage) + where, f"{classes:>15,}   ({row:,} bytes each)")
 

@@ -18,7 +18,7 @@ from plsc.config.checks import check_together, with_precision
 from plsc.errors import UsageError
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
-from plsc.plan.advice import CapacityError, Estimate, Hardware, estimate, gib, profile_of
+from plsc.plan.advice import TIE, CapacityError, Estimate, Hardware, estimate, fastest, gib, profile_of
 from plsc.plan.devices import Links, link_speed, present_device
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.train.components import open_training_data, strategy_options, with_preprocessing
@@ -26,7 +26,6 @@ from plsc.train.components import open_training_data, strategy_options, with_pre
 # Of a rank's memory that the choice leaves free: the plan's peak was within 5% of measured CPU steps.
 MARGIN = 0.05
 _HOST_SHARE = 0.5  # of a machine's memory that offload may take: the loaders and checkpoints need theirs
-_TIE = 0.02  # of a step's time, by which a less simple placement has to be faster
 # From the least work that is done twice to the most.
 _RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
     {"recompute": "none"},
@@ -35,11 +34,11 @@ _RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def comparison(setup: PlanConfig, hardware: Hardware) -> list[Estimate]:
-    """Return the estimates of ``setup`` under ddp, zero1, fsdp, hsdp and offload, those that can be on its ranks."""
-    plain = setup.placed(strategy="ddp", shard_ranks=0, offload=False)
-    layouts = [plain.placed(strategy=name) for name in ("ddp", "zero1", "fsdp", "hsdp")] if setup.data_ranks > 1 else []
-    layouts = [plain] if not layouts else layouts[: 4 if 1 < layouts[3].shard_ranks < setup.data_ranks else 3]
+def comparison(run: PlanConfig, hardware: Hardware) -> list[Estimate]:
+    """Return the estimates of ``run`` under ddp, zero1, fsdp, hsdp and offload, those that can be on its ranks."""
+    plain = run.placed(strategy="ddp", shard_ranks=0, offload=False)
+    layouts = [plain.placed(strategy=name) for name in ("ddp", "zero1", "fsdp", "hsdp")] if run.data_ranks > 1 else []
+    layouts = [plain] if not layouts else layouts[: 4 if 1 < layouts[3].shard_ranks < run.data_ranks else 3]
     found = [estimate(each, hardware) for layout in layouts for each in _valid(layout, {}, offload=False)]
     if hardware.host_memory is not None:
         offloaded = _valid(plain.placed(strategy="fsdp"), {}, offload=True)
@@ -56,24 +55,24 @@ class StrategyChoice:
     why: tuple[str, str, str]
 
 
-def choose_strategy(setup: PlanConfig, hardware: Hardware) -> StrategyChoice:
-    """Choose for ``setup``, whose configuration says "auto".
+def choose_strategy(run: PlanConfig, hardware: Hardware) -> StrategyChoice:
+    """Choose for ``run``, whose configuration says "auto".
 
     On a CPU it is ddp unless that does not fit: ranks that share one memory gain nothing by faster exchanges.
 
     Raises:
         CapacityError: nothing fits; the message says what the smallest placement takes.
     """
-    least = list(placements(setup))
+    least = list(placements(run))
     plain = estimate(least[0], hardware)
     if hardware.device.kind == "cpu" and fits(plain, hardware):
         found = [plain]
     else:
         found = [each for layout in least for each in _fastest_of(layout, hardware)]
     if not found:
-        raise CapacityError(_nothing_fits(setup, least, hardware))
+        raise CapacityError(_nothing_fits(run, least, hardware))
     choice = fastest(found)
-    return StrategyChoice(choice.setup.config, choice, _why(choice, found, plain, hardware))
+    return StrategyChoice(choice.run.config, choice, _why(choice, found, plain, hardware))
 
 
 def choose_on_ranks(config: Config, mesh: Mesh, between: str = "infiniband") -> StrategyChoice:
@@ -115,21 +114,21 @@ def hardware_of(device: torch.device, per_node: int, between: str) -> Hardware:
     return Hardware(known, memory, links, int(_HOST_SHARE * machine))
 
 
-def candidates(setup: PlanConfig) -> Iterator[PlanConfig]:
+def candidates(run: PlanConfig) -> Iterator[PlanConfig]:
     """Yield every candidate of the search, the simplest first."""
-    for layout in placements(setup):
+    for layout in placements(run):
         for offload in (False, True):
-            for recomputation in _recomputations(setup):
+            for recomputation in _recomputations(run):
                 yield from _valid(layout, recomputation, offload=offload)
 
 
-def placements(setup: PlanConfig) -> Iterator[PlanConfig]:
+def placements(run: PlanConfig) -> Iterator[PlanConfig]:
     """Yield the placements that are sensible for backbone and ranks, without offload.
 
     A tensor parallel group stays within a node. Tensor and pipeline parallelism that the configuration asks for stay as
     they are. The first placement is plain data parallelism in that.
     """
-    plain = setup.placed(strategy="ddp", shard_ranks=0)
+    plain = run.placed(strategy="ddp", shard_ranks=0)
     for tp, pp in _model_ranks(plain):
         split = plain if (tp, pp) == (plain.tp, plain.pp) else _split(plain, tp, pp)
         if split is None:
@@ -153,21 +152,15 @@ def fits(planned: Estimate, hardware: Hardware) -> bool:
     return planned.fits and planned.memory.total <= (1 - MARGIN) * hardware.memory
 
 
-def fastest(found: list[Estimate]) -> Estimate:
-    """Return the first of the estimates that no other is more than 2% faster than."""
-    most = max(each.timing.images_per_second for each in found)
-    return next(each for each in found if each.timing.images_per_second * (1 + _TIE) >= most)
-
-
-def _sharding(setup: PlanConfig) -> Iterator[tuple[str, int]]:
+def _sharding(run: PlanConfig) -> Iterator[tuple[str, int]]:
     """Strategies with the ranks that share one set of weights: whole nodes, or parts of one."""
     yield "ddp", 0
-    if setup.data_ranks == 1:
+    if run.data_ranks == 1:
         return
     yield "zero1", 0
-    node = max(setup.per_node // setup.tp, 1)
-    for shards in range(2, setup.data_ranks):
-        if setup.data_ranks % shards == 0 and (shards % node == 0 or node % shards == 0):
+    node = max(run.per_node // run.tp, 1)
+    for shards in range(2, run.data_ranks):
+        if run.data_ranks % shards == 0 and (shards % node == 0 or node % shards == 0):
             yield "hsdp", shards
     yield "fsdp", 0
 
@@ -226,20 +219,20 @@ def _fastest_of(layout: PlanConfig, hardware: Hardware) -> Iterator[Estimate]:
                 break
 
 
-def _recomputations(setup: PlanConfig) -> tuple[dict[str, Any], ...]:
+def _recomputations(run: PlanConfig) -> tuple[dict[str, Any], ...]:
     """What may be recomputed: as configured where the configuration says so, or the backbone has no blocks for it."""
-    if setup.config.recompute != "none" or not profile_of(setup).units:
+    if run.config.recompute != "none" or not profile_of(run).units:
         return ({},)
     return _RECOMPUTATIONS
 
 
-def _nothing_fits(setup: PlanConfig, layouts: list[PlanConfig], hardware: Hardware) -> str:
-    most = _recomputations(setup)[-1]
+def _nothing_fits(run: PlanConfig, layouts: list[PlanConfig], hardware: Hardware) -> str:
+    most = _recomputations(run)[-1]
     every = [estimate(each, hardware) for layout in layouts for each in _valid(layout, most, offload=False)]
     smallest = min(every, key=lambda planned: planned.memory.total)
     room = (1 - MARGIN) * hardware.memory
     return (
-        f'parallel.strategy = "auto" finds nothing that fits: the smallest, {label(smallest.setup)}, takes '
+        f'parallel.strategy = "auto" finds nothing that fits: the smallest, {label(smallest.run)}, takes '
         f"{gib(smallest.memory.total)}, and a rank has {gib(room)} to spend; lower data.batch_size, store "
         "the table as bfloat16 and int8, or give more ranks"
     )
@@ -250,8 +243,10 @@ def _why(choice: Estimate, found: list[Estimate], plain: Estimate, hardware: Har
     verdict = "fits" if fits(plain, hardware) else "does not fit"
     first = f"ddp {verdict}: it takes {gib(plain.memory.total)}, and a rank has {room} to spend"
     taken = gib(choice.memory.total)
-    second = f"{label(choice.setup)}: {taken}, {_milliseconds(choice)} a step, {_rate(choice)}"
-    others = [each for each in found if _kind(each.setup) != _kind(choice.setup)]
+    speed = f"{choice.timing.seconds * 1e3:,.1f} ms a step, {choice.timing.images_per_second:,.0f} images/s"
+    second = f"{label(choice.run)}: {taken}, {speed}"
+    kinds = [(each.run.config.parallel.strategy, each.run.tp > 1, each.run.pp > 1) for each in (choice, *found)]
+    others = [each for each, kind in zip(found, kinds[1:], strict=True) if kind != kinds[0]]
     if not others:
         return first, f"chosen: {second}", "nothing else was considered" if len(found) == 1 else "no other kind fits"
     other = max(others, key=lambda each: each.timing.images_per_second)
@@ -267,44 +262,34 @@ def _beside(choice: Estimate, other: Estimate) -> str:
     cause = max(mine, key=lambda name: abs(theirs[name] - mine[name]))
     why = f"{cause} {mine[cause] * 1e3:.2f} ms a step, there {theirs[cause] * 1e3:.2f}"
     if gain >= 0:
-        return f"it is {gain:.1%} faster than {label(other.setup)}: {why}"
-    return f"{label(other.setup)} is {-gain:.1%} faster, and {_TIE:.0%} are asked for the less simple: {why}"
+        return f"it is {gain:.1%} faster than {label(other.run)}: {why}"
+    return f"{label(other.run)} is {-gain:.1%} faster, and {TIE:.0%} are asked for the less simple: {why}"
+
+
+_CAUSES = {
+    **dict.fromkeys(("backbone, forward and backward", "head, products"), "computing"),
+    **dict.fromkeys(("head, table traffic", "head, samples' traffic"), "computing"),
+    "pipeline, bubble": "the pipeline's bubble",
+    **dict.fromkeys(("backbone, update", "backbone, shards copied"), "copies and updates"),
+    "backbone, gradients compressed": "copies and updates",
+}
 
 
 def _by_cause(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of a step's parts by what they wait for."""
     causes = dict.fromkeys(("computing", "the network", "the pipeline's bubble", "copies and updates"), 0.0)
     for name, seconds in parts.items():
-        if name in ("backbone, forward and backward", "head, products") or name.endswith(" traffic"):
-            causes["computing"] += seconds
-        elif name == "pipeline, bubble":
-            causes["the pipeline's bubble"] += seconds
-        elif name in ("backbone, update", "backbone, shards copied", "backbone, gradients compressed"):
-            causes["copies and updates"] += seconds
-        else:
-            causes["the network"] += seconds
+        causes[_CAUSES.get(name, "the network")] += seconds
     return causes
 
 
-def label(setup: PlanConfig) -> str:
+def label(run: PlanConfig) -> str:
     """Name a placement by its keys: ``hsdp, shard_ranks = 8, tp = 2``."""
-    config, parallel = setup.config, setup.config.parallel
+    config, parallel = run.config, run.config.parallel
     parts = [parallel.strategy]
-    parts += [f"shard_ranks = {setup.shard_ranks}"] if parallel.strategy == "hsdp" else []
-    parts += [f"{name} = {value}" for name, value in (("tp", setup.tp), ("pp", setup.pp)) if value > 1]
+    parts += [f"shard_ranks = {run.shard_ranks}"] if parallel.strategy == "hsdp" else []
+    parts += [f"{name} = {value}" for name, value in (("tp", run.tp), ("pp", run.pp)) if value > 1]
     parts += ["offload"] if parallel.offload else []
     every = f", recompute_every = {config.recompute_every}" if config.recompute == "every_k" else ""
     parts += [f"recompute = {config.recompute}{every}"] if config.recompute != "none" else []
     return ", ".join(parts)
-
-
-def _kind(setup: PlanConfig) -> tuple[object, ...]:
-    return setup.config.parallel.strategy, setup.tp > 1, setup.pp > 1
-
-
-def _milliseconds(planned: Estimate) -> str:
-    return f"{planned.timing.seconds * 1e3:,.1f} ms"
-
-
-def _rate(planned: Estimate) -> str:
-    return f"{planned.timing.images_per_second:,.0f} images/s"

@@ -34,97 +34,97 @@ class Timing:
         return self.samples / self.seconds
 
 
-def head_seconds(setup: PlanConfig, device: Device) -> dict[str, float]:
-    """The class head's own work in a step of ``setup`` on one rank, by part: without its collectives."""
-    traffic = head_traffic(setup, device)
+def head_seconds(run: PlanConfig, device: Device) -> dict[str, float]:
+    """The class head's own work in a step of ``run`` on one rank, by part: without its collectives."""
+    traffic = head_traffic(run, device)
     return {
-        "head, products": _products(setup, device),
+        "head, products": _products(run, device),
         "head, table traffic": traffic.table / device.bandwidth,
         "head, samples' traffic": traffic.samples / device.bandwidth,
     }
 
 
-def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
-    """The parts of a step of ``setup``. Reading the data, and waiting for it, is not among them."""
-    backbone = plan_backbone_time(setup, profile, device, links)
-    head = head_seconds(setup, device)
+def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
+    """The parts of a step of ``run``. Reading the data, and waiting for it, is not among them."""
+    backbone, beside = plan_backbone_time(run, profile, device, links)
+    head = head_seconds(run, device)
     on_device = sum(head.values())
-    bus = _bus(setup, links)
-    summed = _replicas_sum(setup, links)
-    summed_meanwhile = _hidden_sum(setup, summed, head["head, products"])
+    bus = _bus(run, links)
+    summed = _replicas_sum(run, links)
+    summed_meanwhile = _hidden_sum(run, summed, head["head, products"])
     parts = {
-        **backbone.parts,
+        **backbone,
         **head,
-        **_head_collectives(setup, links),
+        **_head_collectives(run, links),
         "head, replicas' gradients summed": summed - summed_meanwhile,
         "host bus, not hidden": max(bus - on_device, 0.0),
     }
     hidden = {
-        **backbone.hidden,
+        **beside,
         "head, replicas' gradients summed": summed_meanwhile,
         "host bus": min(bus, on_device),
     }
-    return Timing(_positive(parts), _positive(hidden), setup.samples)
+    return Timing(_positive(parts), _positive(hidden), run.samples)
 
 
-def _products(setup: PlanConfig, device: Device) -> float:
+def _products(run: PlanConfig, device: Device) -> float:
     """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
-    samples = setup.group_batch * setup.micro_batches
-    flops = 4 * samples * (setup.visited_rows + setup.updated_rows) * setup.config.embedding_dim
-    return flops / (_product_speed(setup, device) * HEAD_SHARE)
+    samples = run.group_batch * run.micro_batches
+    flops = 4 * samples * (run.visited_rows + run.updated_rows) * run.config.embedding_dim
+    return flops / (_product_speed(run, device) * HEAD_SHARE)
 
 
-def _product_speed(setup: PlanConfig, device: Device) -> float:
+def _product_speed(run: PlanConfig, device: Device) -> float:
     """FLOP/s of large products over the table as it is stored and multiplied."""
-    if setup.storage[0] == "bfloat16":
+    if run.storage[0] == "bfloat16":
         return device.products["bf16"]
     speeds = {"ieee": device.products["fp32"], "tf32": device.products["tf32"], "bf16x3": device.products["bf16"] / 3}
-    return speeds[setup.config.head.fp32_precision]
+    return speeds[run.config.head.fp32_precision]
 
 
-def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
+def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:
     """Per micro-batch: features with their labels, float64 sums over shards and the vote, the features' gradient."""
-    ranks, dim = setup.head_ranks, setup.config.embedding_dim
-    sent = setup.group_batch * (ranks - 1) / ranks
+    ranks, dim = run.head_ranks, run.config.embedding_dim
+    sent = run.group_batch * (ranks - 1) / ranks
 
     def seconds(collective: Collective, bytes_per_sample: float, calls: int = 1) -> float:
         moved = sent * bytes_per_sample
-        return setup.micro_batches * links.seconds(moved, ranks, setup.per_node, collective=collective, calls=calls)
+        return run.micro_batches * links.seconds(moved, ranks, run.per_node, collective=collective, calls=calls)
 
     return {
-        "head, features gathered": seconds("all_gather", dim * setup.weight_width + LABEL_BYTES),
+        "head, features gathered": seconds("all_gather", dim * run.weight_width + LABEL_BYTES),
         "head, sums over shards": seconds("all_reduce", 2 * 2 * SUM_BYTES, calls=3),
         "head, gradient scattered": seconds("reduce_scatter", dim * 4),
     }
 
 
-def _replicas_sum(setup: PlanConfig, links: Links) -> float:
+def _replicas_sum(run: PlanConfig, links: Links) -> float:
     """Seconds per step of the sum of a replicated table's gradients over its replicas."""
-    copies = setup.replicas
-    passes = 2 if clips_head(setup) else 1  # the norm is that of the sum
-    moved = passes * 8 * setup.config.embedding_dim * setup.updated_rows * (copies - 1) / copies
-    return links.seconds(moved, copies, setup.per_node, collective="all_reduce", stride=setup.head_ranks)
+    copies = run.replicas
+    passes = 2 if clips_head(run) else 1  # the norm is that of the sum
+    moved = passes * 8 * run.config.embedding_dim * run.updated_rows * (copies - 1) / copies
+    return links.seconds(moved, copies, run.per_node, collective="all_reduce", stride=run.head_ranks)
 
 
-def _hidden_sum(setup: PlanConfig, summed: float, products: float) -> float:
+def _hidden_sum(run: PlanConfig, summed: float, products: float) -> float:
     """Seconds of the replicas' sum beside the second pass, which makes half of the ``products``; all but a chunk's."""
-    if setup.placement != "device":
+    if run.placement != "device":
         return 0.0
     return min(summed * (1 - 1 / OVERLAPPED_CHUNKS), products / 2)
 
 
-def _bus(setup: PlanConfig, links: Links) -> float:
+def _bus(run: PlanConfig, links: Links) -> float:
     """Rows of a table in host memory: weights for all passes and state come, both return; directions do not share.
 
     A file's rows are taken to be in the page cache: a disk is slower.
     """
-    if setup.placement == "device":
+    if run.placement == "device":
         return 0.0
-    row = row_bytes(setup.config)
+    row = row_bytes(run.config)
     # sampled rows stay between the passes; else each micro-batch's first pass takes the whole table
-    passes = setup.micro_batches + clips_head(setup)
-    again = passes * row["class weights"] if setup.config.head.sample_rate >= 1 else 0
-    return (sum(row.values()) + again) * setup.updated_rows / links.bus
+    passes = run.micro_batches + clips_head(run)
+    again = passes * row["class weights"] if run.config.head.sample_rate >= 1 else 0
+    return (sum(row.values()) + again) * run.updated_rows / links.bus
 
 
 def _positive(parts: dict[str, float]) -> dict[str, float]:

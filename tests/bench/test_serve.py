@@ -7,6 +7,7 @@ from support.live_service import DIM, live_service
 
 from plsc.bench.harness import write_csv
 from plsc.bench.report import draw_serving, serve_table
+from plsc.bench.search import make_search_data
 from plsc.bench.serve import (
     BARE,
     BARE_AT_BATCH,
@@ -14,14 +15,11 @@ from plsc.bench.serve import (
     LABELS,
     UNBATCHED,
     ServeComparison,
-    result_row,
     search_batches,
     serve_ratios,
+    serve_row,
 )
 from plsc.bench.serve_worker import COLLECTION, FORMS, make_gallery, measure_store, send_load
-from plsc.bench.vectors import make_search_data
-from plsc.errors import UsageError
-from plsc.tools.entry import main as plsc_main
 
 COMPARISON = ServeComparison(rows=100, dim=DIM, clients=(1, 4), rounds=3)
 
@@ -43,12 +41,12 @@ def test_ratios_are_medians_of_the_rounds_own():
         {"clients": clients, "times_unbatched": 4.0, "share_of_bare": 1.0, "share_of_bare_at_batch": 1.6}
         for clients in (1, 4)
     ]
-    row = result_row(COMPARISON, BATCHED, 4, TURNS)
+    row = serve_row(COMPARISON, BATCHED, 4, TURNS)
     assert (row["qps"], row["qps_low"], row["qps_high"], row["mean_batch"]) == (80.0, 40.0, 160.0, 4.0)
 
 
 def test_the_report(tmp_path):
-    rows = [result_row(COMPARISON, name, clients, TURNS) for clients in (1, 4) for name in LABELS]
+    rows = [serve_row(COMPARISON, name, clients, TURNS) for clients in (1, 4) for name in LABELS]
     text = serve_table(rows, serve_ratios(COMPARISON, TURNS))
     assert "4.00 times the unbatched rate; 160% of the store alone in the same batches, 100% with all" in text
     draw_serving(rows, tmp_path / "serve.png")
@@ -88,11 +86,3 @@ def test_callers_ask_and_count_answers_alone(tmp_path, form):
         assert figures["qps"] == figures["answers"] / 0.2
         with pytest.raises(ConnectionError, match="404"):
             send_load({**task, "path": "/v1/collections/nowhere/search"})
-
-
-def test_wrong_numbers_are_refused(capsys):
-    for wrong in ({"rows": 0}, {"clients": (0,)}, {"clients": (99_999,)}, {"seconds": 0.0}, {"form": "text"}):
-        with pytest.raises(UsageError):
-            ServeComparison(**wrong)
-    assert plsc_main(["bench", "serve", "--rounds", "0"]) == 2
-    assert "--rounds 0" in capsys.readouterr().err

@@ -105,17 +105,16 @@ def test_a_forced_path_is_the_one_that_is_looked_at(doctor, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--limit", "0"], "--limit 0: it has to be above 0"), (["--only", "lungs"], "invalid choice: 'lungs'")],
+    [
+        (["--limit", "0"], "--limit 0: it must be more than 0"),
+        (["--only", "lungs"], "invalid choice: 'lungs'"),
+        (["--only", "machine"], "PLSC_CPU=mmx"),
+    ],
 )
-def test_wrong_arguments_are_one_line(capsys, arguments, words):
+def test_wrong_arguments_and_an_unknown_path_are_one_line(capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("PLSC_CPU", "mmx")
     assert main(["doctor", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_an_unknown_path_is_one_line(capsys, monkeypatch):
-    monkeypatch.setenv("PLSC_CPU", "mmx")
-    assert main(["doctor", "--only", "machine"]) == 2
-    assert "PLSC_CPU=mmx" in capsys.readouterr().err
 
 
 # Planted faults ------------------------------------------------------------------------------------------------------
@@ -300,4 +299,5 @@ def test_ranks_of_nproc_are_started_and_their_code_is_passed_on(monkeypatch):
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--nproc", "3", "--only", "training", "--json", "doctor.json", "--overwrite"])
     assert end.value.code == 1
-    assert started == [(["doctor", "--limit", "45.0", "--only", "training", "--json", "doctor.json", "--overwrite"], 3)]
+    own = ["doctor", "--nproc", "3", "--only", "training", "--json", "doctor.json", "--overwrite"]
+    assert started == [(own, 3)]

@@ -97,9 +97,8 @@ def test_a_store_that_was_open_to_others_is_closed_to_them_when_it_is_opened(tmp
 
 def test_commands_write_for_their_owner_alone(tmp_path: Path) -> None:
     filled(tmp_path / "store").close()
-    command = (
-        f"umask 0; {sys.executable} -m plsc.tools.gallery export {tmp_path}/store people --out {tmp_path}/people.emb"
-    )
+    export = f"gallery export {tmp_path}/store people --out {tmp_path}/people.emb"
+    command = f"umask 0; {sys.executable} -m plsc.tools.entry {export}"
     subprocess.run(command, shell=True, check=True, capture_output=True)
     assert not open_to_others(tmp_path / "people.emb")
 

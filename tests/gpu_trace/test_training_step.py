@@ -56,8 +56,8 @@ def test_the_plan_knows_the_peak_of_device_memory(traced: Traced, name: str):
     hardware = Hardware(named_device("h100"), parse_memory("80GB"), Links(360e9, 40e9))
     peak = max(counts["peak"] for counts in traced[name].values())
     with short_vit():
-        setup = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=GPUS_PER_NODE)
-        assert estimate(setup, hardware).memory.computed == pytest.approx(peak, rel=0.03)
+        run = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=GPUS_PER_NODE)
+        assert estimate(run, hardware).memory.computed == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if SCENARIOS[name].config.parallel.pp > 1])
@@ -65,8 +65,8 @@ def test_the_plan_knows_what_the_busiest_rank_of_a_pipeline_sends(traced: Traced
     scenario = SCENARIOS[name]
     hardware = Hardware(named_device("h100"), parse_memory("80GB"), Links(1e3, 1e3))  # no latency counts
     with short_vit():
-        setup = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=scenario.ranks)
-        planned = estimate(setup, hardware).timing.parts["pipeline, sends"] * 1e3
+        run = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=scenario.ranks)
+        planned = estimate(run, hardware).timing.parts["pipeline, sends"] * 1e3
     ranks = [map(Collective._make, counts["collectives"]) for counts in traced[name].values()]
     sent = [sum(each.size for each in collectives if each.name == "send") for collectives in ranks]
     assert planned == pytest.approx(max(sent), rel=0.03)

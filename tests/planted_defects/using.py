@@ -264,14 +264,14 @@ USING = (
     Defect(
         "the plan counts a sampled table's rows twice on the bus",
         "plsc/plan/timing.py",
-        'row["class weights"] if setup.config.head.sample_rate >= 1 else 0',
+        'row["class weights"] if run.config.head.sample_rate >= 1 else 0',
         'row["class weights"]',
         ("tests/test_plan.py",),
     ),
     Defect(
         "the plan forgets the samples that wait for the second pass",
         "plsc/plan/memory.py",
-        "return setup.micro_batches * (embeddings + sampled)",
+        "return run.micro_batches * (embeddings + sampled)",
         "return embeddings + sampled",
         (
             "tests/test_plan.py",
