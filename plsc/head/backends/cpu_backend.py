@@ -68,10 +68,10 @@ def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], upd
     assert isinstance(rule, SgdRule)
     if update.skip is not None and update.skip.item():  # at hand on a CPU
         return
-    values, scale = (None, None) if buffer is None else (buffer.values, buffer.scale)
+    momentum, scale = (None, None) if buffer is None else (buffer.values, buffer.scale)
     key = rounding_key(update.seed, update.step)
     sgd = kernels.Sgd(update.factor, rule.lr, rule.momentum, rule.weight_decay, rule.nesterov, key)
-    sgd.update(_kernel_rows(chunk), unit_gradient, values, scale, chunk.local_rows, update.first_row)
+    sgd.update(_kernel_rows(chunk), unit_gradient, momentum, scale, chunk.local_rows, update.first_row)
 
 
 def _kernel_rows(chunk: Chunk) -> kernels.Table:
