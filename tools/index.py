@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the action, print its result as text, and return it."""
     if args.threads is not None:
         import torch
+
         from plsc.index.scan import load_faiss
 
         load_faiss().omp_set_num_threads(args.threads)
