@@ -21,7 +21,7 @@ from plsc.native.allocator import keep_freed_memory
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import shutdown, with_head_groups
-from plsc.quickstart.steps import CONFIG, UNSEEN
+from plsc.quickstart import CONFIG, UNSEEN
 from plsc.train.trainer import train
 
 

@@ -19,9 +19,9 @@ import torch
 from results_file import add_row
 
 from plsc import models
+from plsc.data import ImageDataset, open_dataset
 from plsc.data.avatars import AvatarDataset
 from plsc.data.convert import convert
-from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.embedding.embedder import Embedder, open_embedder
 from plsc.embedding.extract import extract
 from plsc.parallel import Mesh

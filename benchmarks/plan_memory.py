@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.data.dataset import open_dataset
+from plsc.data import open_dataset
 from plsc.devices import Device
 from plsc.parallel import Mesh
 from plsc.plan.advice import profile_of

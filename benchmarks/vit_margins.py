@@ -26,7 +26,7 @@ from plsc import config as configuration
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel import Mesh
 from plsc.parallel.mesh import shutdown
-from plsc.quickstart.steps import CONFIG
+from plsc.quickstart import CONFIG
 from plsc.train.trainer import train
 
 AVATARS = "avatars:300x20"

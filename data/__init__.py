@@ -3,11 +3,18 @@
 if __name__ != "plsc.data":
     raise ImportError("this folder is the package plsc.data: import plsc.data")
 
+from pathlib import Path
+
+from plsc.data.avatars import open_avatars
 from plsc.data.codec import decode_image, read_image
-from plsc.data.dataset import EncodedDataset, ImageDataset, open_dataset
+from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, ImageDataset
+from plsc.data.folder import FolderDataset, ListDataset
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
-from plsc.models.preprocessing import normalize
+from plsc.data.record_dataset import RecordDataset
+from plsc.errors import UsageError
+from plsc.models.preprocessing import BILINEAR, ImageSize, normalize
+from plsc.regular_files import open_regular
 
 __all__ = [
     "EncodedDataset",
@@ -21,3 +28,64 @@ __all__ = [
     "read_pairs",
     "write_pairs",
 ]
+
+FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
+_LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
+
+
+def open_dataset(
+    source: str | Path,
+    *,
+    image_size: ImageSize | None = 112,
+    interpolation: str = BILINEAR,
+    max_bad_records: int | None = MAX_BAD_RECORDS,
+) -> ImageDataset:
+    """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
+
+    Args:
+        source: the path, or the specification of the built-in data.
+        image_size: side in pixels of the square, or (height, width), that every image is resized to; None keeps the
+            stored size.
+        interpolation: by which it is resized, "bilinear" or "bicubic".
+        max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
+
+    Raises:
+        UsageError: the path does not exist, is an empty folder or of none of these forms.
+        DataError: the content cannot be read.
+    """
+    dataset = _open(source, image_size, max_bad_records)
+    dataset.interpolation = interpolation
+    return dataset
+
+
+def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
+    if str(source).startswith("avatars:"):
+        return open_avatars(str(source), image_size=image_size)
+    path = Path(source)
+    if path.is_dir():
+        records = _records_in(path)
+        if records is None:
+            return FolderDataset(path, image_size)
+        path = records
+    if not path.exists():
+        raise UsageError(f"there is no {source}; images come from {FORMS}")
+    if path.suffix == ".rec":
+        return RecordDataset(path, image_size, max_bad_records=max_bad_records)
+    if path.suffix == ".bin":
+        raise UsageError(f"{path} is a verification set of pairs, without labels; images come from {FORMS}")
+    if path.suffix.lower() not in _LIST_SUFFIXES:
+        raise UsageError(f"{path} is of no known form; images come from {FORMS}")
+    return ListDataset(path, image_size)
+
+
+def _records_in(folder: Path) -> Path | None:
+    """Return ``train.rec``, or the only .rec, of a folder that holds one; None of a folder per identity."""
+    records = sorted(folder.glob("*.rec"))
+    if folder / "train.rec" in records:
+        records = [folder / "train.rec"]
+    if len(records) > 1:
+        raise UsageError(f"{folder} holds {len(records)} .rec files and no train.rec; name the one to use")
+    if not records:
+        return None
+    open_regular(records[0], below=folder.resolve()).close()  # a link may lead to records of the reader's own
+    return records[0]

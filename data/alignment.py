@@ -103,9 +103,7 @@ def similarity_transform(source: NDArray[np.float64], target: NDArray[np.float64
     centred = source - source_mean
     variance = np.mean(np.sum(np.square(centred), axis=1))
     u, singular, vt = np.linalg.svd((target - target_mean).T @ centred / len(source))
-    signs = np.array(
-        [1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))]
-    )  # so that it is a rotation, never a reflection
+    signs = np.array([1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))])  # for a rotation, never a reflection
     linear = (u * signs) @ vt * (singular @ signs / variance)
     return np.column_stack([linear, target_mean - linear @ source_mean])
 
@@ -121,13 +119,7 @@ def warp(image: torch.Tensor, matrix: NDArray[np.float64], size: int) -> torch.T
     height, width = image.shape[1:]
     # grid_sample's coordinates, align_corners=False: -1 and 1 are the outer edges of the outer pixels.
     grid = (2 * origin + 1) / [width, height] - 1
-    warped = grid_sample(
-        image[None].float(),
-        torch.from_numpy(grid)[None].float(),
-        mode="bilinear",
-        padding_mode="zeros",
-        align_corners=False,
-    )
+    warped = grid_sample(image[None].float(), torch.from_numpy(grid)[None].float(), align_corners=False)
     return warped[0].round_().clamp_(0, 255).to(torch.uint8)
 
 

@@ -1,7 +1,6 @@
 """Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -10,19 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from plsc import image_files
 from plsc.errors import DataError, UsageError
-from plsc.image_files import (
-    SUFFIXES,
-    check_pixels,
-    check_scans,
-    decode_rgb,
-    exif_orientation,
-    is_heic,
-    jpeg_exif,
-    jpeg_size,
-    open_header,
-    to_rgb,
-)
 from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 from plsc.regular_files import read_bytes
 
@@ -36,16 +24,6 @@ Encoding = Literal["jpeg", "png"]
 MAX_PIXELS = 64 * 2**20
 
 _RGB = 3  # torchvision's ImageReadMode.RGB
-_SIGNATURES = (  # of formats of plsc.image_files
-    (re.compile(rb"\xff\xd8\xff"), "JPEG"),
-    (re.compile(rb"\x89PNG\r\n\x1a\n"), "PNG"),
-    (re.compile(rb"RIFF"), "WEBP"),
-    (re.compile(rb"BM"), "BMP"),
-    (re.compile(rb"GIF8"), "GIF"),
-    (re.compile(rb"II\*\0|MM\0\*"), "TIFF"),
-    (re.compile(rb"P[1-6][\s#]"), "PPM"),
-    (re.compile(rb"....ftypavi[fs]", re.DOTALL), "AVIF"),
-)
 
 
 def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -64,17 +42,17 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
     Raises:
         DataError: it does not decode, has more than ``max_pixels`` pixels, or is a JPEG of too many scans.
     """
-    size, decode_jpeg = jpeg_size(data), _jpeg_operator()
+    size, decode_jpeg = image_files.jpeg_size(data), _jpeg_operator()
     if size is None or decode_jpeg is None:
-        return _planar(decode_rgb(data, name, max_pixels))
-    check_pixels(*size, name, max_pixels)
-    check_scans(data, name)
+        return _planar(image_files.decode_rgb(data, name, max_pixels))
+    image_files.check_pixels(*size, name, max_pixels)
+    image_files.check_scans(data, name)
     try:
         pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, False)
     except RuntimeError:
         raise DataError(f"{name} is a broken JPEG image; replace or remove it") from None
-    exif = jpeg_exif(data)
-    return _turned(pixels, exif_orientation(exif)) if exif else pixels
+    exif = image_files.jpeg_exif(data)
+    return _turned(pixels, image_files.exif_orientation(exif)) if exif else pixels
 
 
 def read_image(path: Path, *, below: Path | None = None, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -109,7 +87,7 @@ def to_rgb_tensor(image: "ImageLike", name: str = "image") -> torch.Tensor:
     if not hasattr(image, "getbands"):  # what Pillow's images have, and nothing else here: Pillow stays unimported
         raise UsageError(f"{name} is of type {type(image).__name__}: give a path, bytes, an array or a Pillow image")
     try:
-        return _planar(to_rgb(image))
+        return _planar(image_files.to_rgb(image))
     except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
         raise DataError(f"{name} does not decode ({str(error)[:120]}); replace or remove it") from None
 
@@ -164,17 +142,10 @@ def encode_image(image: torch.Tensor, encoding: Encoding = "jpeg") -> bytes:
     return buffer.getvalue()
 
 
-def suffix_of(data: bytes) -> str | None:
-    """Return the usual file suffix for an encoded image by its first bytes; None if they are no image's."""
-    if is_heic(data):
-        return SUFFIXES["HEIF"][0]
-    return next((SUFFIXES[name][0] for signature, name in _SIGNATURES if signature.match(data)), None)
-
-
 def image_pixels(data: bytes) -> tuple[int, int]:
     """Return (height, width) of an encoded image from its header alone; :class:`DataError` if it has none."""
     try:
-        with open_header(data) as image:
+        with image_files.open_header(data) as image:
             return image.height, image.width
     except Exception as error:  # as in decoding
         raise DataError(f"an image has no readable header ({str(error)[:120]})") from None

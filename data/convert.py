@@ -1,7 +1,7 @@
 """Conversion of any data set to a ``.rec``, or to a folder per identity with a list of its images.
 
 Images keep the paths that they have in their source. A ``.rec`` has them in its keys file
-(:mod:`plsc.data.record_keys`). In a folder an image has its own path, below the folder of its class, with another
+(:mod:`plsc.data.recordio`). In a folder an image has its own path, below the folder of its class, with another
 suffix where the format changes; ``images.tsv`` lists them, a line ``path<TAB>class<TAB>path in the source`` each, with
 the last column escaped as in a keys file.
 """
@@ -18,19 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from plsc.data.codec import Encoding, image_pixels, suffix_of
+from plsc.data.codec import Encoding, image_pixels
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers, report_killed_workers
-from plsc.data.record_keys import write_key
-from plsc.data.recordio import check_records, record_writer
+from plsc.data.recordio import check_records, record_writer, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
-from plsc.image_files import SUFFIXES
+from plsc.image_files import SUFFIXES, suffix_of
 from plsc.progress import Progress, warn
 
 LIST_NAME = "images.tsv"
 _SAFE_NAME = re.compile(rb"[^./\\\0\t\n\r][^/\\\0\t\n\r]{0,199}").fullmatch
-_USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of codec.suffix_of
+_USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of suffix_of
 
 
 @report_killed_workers()
@@ -97,7 +96,7 @@ class _Images:
     ) -> None:
         self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
         self.order = np.argsort(dataset.labels, kind="stable")
-        self._encoded = map_in_workers(_Encoder(dataset, encoding), _FixedOrder(self.order), workers)
+        self._encoded = map_in_workers(_Encoder(dataset, encoding), self.order, workers)
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
@@ -130,42 +129,28 @@ class _Encoder(Dataset[tuple[bytes | None, str]]):
     def __init__(self, dataset: ImageDataset, encoding: Encoding) -> None:
         self.dataset, self.encoding = dataset, encoding
 
-    def __getitem__(self, index: int) -> tuple[bytes | None, str]:
+    def __getitem__(self, index: np.int64) -> tuple[bytes | None, str]:
         try:
-            data = encoded_image(self.dataset, index, self.encoding)
+            data = encoded_image(self.dataset, int(index), self.encoding)
         except DataError as error:
             return None, str(error)
         if suffix_of(data) is None:
-            return None, f"image {self.dataset.key(index)} of {self.dataset.source} is no image"
+            return None, f"image {self.dataset.key(int(index))} of {self.dataset.source} is no image"
         return data, ""
-
-
-class _FixedOrder:
-    """Indices in a given order, as Python integers one at a time: a list of 10^8 takes gigabytes."""
-
-    def __init__(self, order: NDArray[np.int64]) -> None:
-        self._order = order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[int]:
-        return map(int, self._order)
 
 
 def _to_records(images: _Images, out: Path, overwrite: bool) -> int:
     """Write a ``.rec``, numbering the classes that have a readable image; return their number."""
-    names: list[str] = []
-    with record_writer(out, names, expected=len(images.dataset), overwrite=overwrite) as writer:
+    with record_writer(out, expected=len(images.dataset), overwrite=overwrite) as writer:
         previous = -1
         for index, label, data in images:
             if label != previous:
-                names.append(images.dataset.class_names[label])
+                writer.begin_class(images.dataset.class_names[label])
                 previous = label
-            writer.add(data, len(names) - 1, images.dataset.key(index))
+            writer.add(data, images.dataset.key(index))
             if images.count == 1:
                 writer.height, writer.width = image_pixels(data)
-    return writer.num_classes
+    return len(writer.class_names)
 
 
 def _to_folder(images: _Images, out: Path) -> int:

@@ -1,26 +1,88 @@
-"""The interface of image data sets, the mapping of their labels onto 0 … C-1, and :func:`open_dataset`."""
+"""The interface of image data sets, columns of their names, and the mapping of their labels onto 0 … C-1."""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from plsc.data.codec import Encoding, decode_image, encode_image, resize_image
-from plsc.data.string_column import NumberStringColumn, PackedStringColumn
-from plsc.errors import UsageError
 from plsc.files import write_json
 from plsc.models.preprocessing import BILINEAR, ImageSize
 from plsc.models.preprocessing import image_size as checked_image_size
-from plsc.regular_files import open_regular
+from plsc.regular_files import read_bytes
 
-FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
 MAX_BAD_RECORDS = 1000
-LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}").fullmatch
+
+
+class StringColumn(Sequence[str]):
+    """A read-only sequence of strings, each decoded or computed when it is indexed.
+
+    A list of 42 million paths takes gigabytes as Python objects, and every loader process copies it. A subclass defines
+    ``__len__`` and :meth:`at`.
+    """
+
+    @abstractmethod
+    def at(self, index: int) -> str:
+        """Return string ``index``, which lies in [0, len)."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self.at(row) for row in range(*index.indices(len(self)))]
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"string {index} of {len(self)}")
+        return self.at(int(row))
+
+
+class PackedStringColumn(StringColumn):
+    """Strings in memory as their joined UTF-8 bytes; file names that are not UTF-8 survive."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [text.encode("utf-8", "surrogateescape") for text in strings]
+        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def at(self, index: int) -> str:
+        """Return string ``index``."""
+        piece = self._bytes[self._ends[index] : self._ends[index + 1]]
+        return piece.tobytes().decode("utf-8", "surrogateescape")
+
+
+class ComputedStrings(StringColumn):
+    """``count`` strings, of which ``name`` computes each from its index; it pickles, as a partial function does."""
+
+    def __init__(self, count: int, name: Callable[[int], str]) -> None:
+        self._count, self._name = count, name
+
+    def __len__(self) -> int:
+        return self._count
+
+    def at(self, index: int) -> str:
+        """Return string ``index``."""
+        return self._name(index)
+
+
+def number_names(numbers: NDArray[np.int64]) -> StringColumn:
+    """Return the names of numbered classes: the decimal digits of ``numbers``."""
+    return ComputedStrings(len(numbers), partial(_digits, numbers))
+
+
+def _digits(numbers: NDArray[np.int64], index: int) -> str:
+    return str(numbers[index])
 
 
 class ImageDataset(ABC):
@@ -107,6 +169,41 @@ class EncodedDataset(ImageDataset):
         return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
 
+class FileDataset(EncodedDataset):
+    """Image files; keys are their paths below ``folder``.
+
+    Args:
+        folder: whose files they are.
+        paths: below it.
+        labels: int64 (N,).
+        class_names: C names.
+        image_size: as :class:`ImageDataset`'s.
+        may_leave: they may be links that lead out of the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        paths: Iterable[str],
+        labels: NDArray[np.int64],
+        class_names: Sequence[str],
+        image_size: ImageSize | None,
+        *,
+        may_leave: bool = False,
+    ) -> None:
+        super().__init__(str(folder), labels, class_names, image_size)
+        self.folder, self._paths = folder, PackedStringColumn(paths)
+        self._below = None if may_leave else folder.resolve()
+
+    def key(self, index: int) -> str:
+        """Return the image's path below the folder, as a list has it."""
+        return self._paths[index]
+
+    def encoded(self, index: int) -> bytes:
+        """Read the image file."""
+        return read_bytes(self.folder / self._paths[index], below=self._below)
+
+
 def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
     """Encode image ``index``: the stored bytes if the data set keeps stored sizes, else resized and re-encoded.
 
@@ -116,74 +213,6 @@ def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> byte
     if isinstance(dataset, EncodedDataset) and dataset.image_size is None:
         return dataset.encoded(index)
     return encode_image(dataset.image(index), encoding)
-
-
-def open_dataset(
-    source: str | Path,
-    *,
-    image_size: ImageSize | None = 112,
-    interpolation: str = BILINEAR,
-    max_bad_records: int | None = MAX_BAD_RECORDS,
-) -> ImageDataset:
-    """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
-
-    Args:
-        source: the path, or the specification of the built-in data.
-        image_size: side in pixels of the square, or (height, width), that every image is resized to; None keeps the
-            stored size.
-        interpolation: by which it is resized, "bilinear" or "bicubic".
-        max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
-
-    Raises:
-        UsageError: the path does not exist, is an empty folder or of none of these forms.
-        DataError: the content cannot be read.
-    """
-    dataset = _open(source, image_size, max_bad_records)
-    dataset.interpolation = interpolation
-    return dataset
-
-
-def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
-    name = str(source)
-    if name.startswith("avatars:"):
-        from plsc.data.avatars import open_avatars
-
-        return open_avatars(name, image_size=image_size)
-    path = Path(source)
-    if path.is_dir():
-        return _open_folder(path, image_size, max_bad_records)
-    if not path.exists():
-        raise UsageError(f"there is no {name}; images come from {FORMS}")
-    return _open_file(path, image_size, max_bad_records)
-
-
-def _open_folder(path: Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
-    """Open a folder: one that holds train.rec, or a single .rec, is that .rec; any other is a folder per identity."""
-    from plsc.data.folder import FolderDataset
-
-    records = sorted(path.glob("*.rec"))
-    if path / "train.rec" in records:
-        records = [path / "train.rec"]
-    if len(records) > 1:
-        raise UsageError(f"{path} holds {len(records)} .rec files and no train.rec; name the one to use")
-    if records:
-        open_regular(records[0], below=path.resolve()).close()  # a link may lead to records of the reader's own
-        return _open_file(records[0], image_size, max_bad_records)
-    return FolderDataset(path, image_size)
-
-
-def _open_file(path: Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
-    if path.suffix == ".rec":
-        from plsc.data.record_dataset import RecordDataset
-
-        return RecordDataset(path, image_size, max_bad_records=max_bad_records)
-    if path.suffix == ".bin":
-        raise UsageError(f"{path} is a verification set of pairs, without labels; images come from {FORMS}")
-    if path.suffix.lower() not in LIST_SUFFIXES:
-        raise UsageError(f"{path} is of no known form; images come from {FORMS}")
-    from plsc.data.folder import ListDataset
-
-    return ListDataset(path, image_size)
 
 
 def map_numbers(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -213,4 +242,4 @@ def map_names(names: Sequence[str]) -> tuple[NDArray[np.int64], Sequence[str]]:
         label_of = {name: label for label, name in enumerate(classes)}
         return np.array([label_of[name] for name in names], dtype=np.int64), PackedStringColumn(classes)
     labels, values = map_numbers(np.array([int(name) for name in names], dtype=np.int64))
-    return labels, NumberStringColumn(values)
+    return labels, number_names(values)

@@ -1,63 +1,146 @@
-"""Data sets of image files: a folder per identity, or a list of paths and labels."""
+"""Image files: the pictures in a folder, a data set of a folder per identity, and one of a list of paths and labels."""
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.dataset import EncodedDataset, map_names
-from plsc.data.picture_files import PictureFiles, kinds_text
-from plsc.data.string_column import PackedStringColumn
+from plsc.data.dataset import FileDataset, PackedStringColumn, map_names
 from plsc.errors import DataError, UsageError
-from plsc.image_files import readable_suffixes
+from plsc.image_files import SUFFIXES, readable_suffixes, unread_formats
 from plsc.models.preprocessing import ImageSize
-from plsc.regular_files import read_bytes
+from plsc.progress import counted, log_once
 from plsc.text_files import not_utf8, text_lines
 
+# What stands beside pictures in data sets and folders of cameras. It is named only where there is no picture at all.
+_is_side_file = re.compile(
+    r"\.(aae|csv|db|html|idx|ini|jsonl?|log|lst|mat|md|np[yz]|pdf|pkl|pts|rec|thm|toml|tsv|txt|xml|xmp|ya?ml)"
+).fullmatch
+_is_other_picture = re.compile(r"\.(arw|bpg|cr[23]|dng|eps|heics|jp2|jxl|nef|orf|psd|raf|svg)").fullmatch
+_LONGEST_SUFFIX = 8
+_LISTED_KINDS = 8
 
-class FolderDataset(EncodedDataset):
+
+class PictureFiles:
+    """The files in ``folder`` that are pictures by their names, and those in its sub-folders, the identities.
+
+    A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Whether
+    a link may lead out of the folder is decided where a picture is read. Names that begin with a dot are ignored.
+
+    Attributes:
+        identities: the names of the sub-folders, in order.
+        loose: the names of pictures directly in the folder, in order.
+        left_out: numbers of files that are no pictures, by suffix in lower case, as far as :meth:`below` has looked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.identities: list[str] = []
+        self.loose: list[str] = []
+        self.left_out: Counter[str] = Counter()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    self.identities.append(entry.name)
+                elif _is_picture(entry.name):
+                    self.loose.append(entry.name)
+                else:
+                    self.left_out[_kind(entry.name)] += 1
+        self.identities.sort()
+        self.loose.sort()
+
+    def by_identity(self) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """Return the pictures of each sub-folder that has any; and of the others in words what they hold."""
+        found: dict[str, list[str]] = {}
+        empty: dict[str, str] = {}
+        for name in self.identities:
+            pictures, others = self.below(name)
+            if pictures:
+                found[name] = pictures
+            else:
+                empty[name] = kinds_text(others)
+        return found, empty
+
+    def below(self, identity: str) -> tuple[list[str], Counter[str]]:
+        """Return the pictures below a sub-folder at any depth, paths in order, and what else is there by suffix."""
+        others: Counter[str] = Counter()
+        pictures = sorted(self._below(identity, others))
+        self.left_out += others
+        return pictures, others
+
+    def report(self) -> None:
+        """Log what was left out, in a line; once for a folder, and of several ranks by the first."""
+        others = Counter({kind: count for kind, count in self.left_out.items() if not _is_side_file(kind)})
+        if others:
+            log_once("plsc.data", f"{self.folder}: {counted(others.total(), 'file')} left out: {kinds_text(others)}")
+
+    def _below(self, below: str, others: Counter[str]) -> Iterator[str]:
+        with os.scandir(self.folder / below) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._below(f"{below}/{entry.name}", others)
+                elif not _is_picture(entry.name):
+                    others[_kind(entry.name)] += 1
+                elif not entry.is_dir():
+                    yield f"{below}/{entry.name}"
+
+
+def kinds_text(kinds: Counter[str]) -> str:
+    """Format numbers of files by suffix, with what reads them: ``2 .heic (pip install …), 1 .mov (not a picture)``."""
+    listed = [f"{count:,} {kind or 'without a suffix'} ({_reason(kind)})" for kind, count in kinds.most_common()]
+    rest = len(listed) - _LISTED_KINDS
+    return ", ".join(listed[:_LISTED_KINDS]) + (f" and {counted(rest, 'kind')} more" if rest > 0 else "")
+
+
+def _reason(kind: str) -> str:
+    for name, reader in unread_formats().items():
+        if kind in SUFFIXES[name]:
+            return reader
+    if _is_other_picture(kind):
+        return "not read; save as JPEG"
+    return "not a picture" if kind else "pictures are known by theirs, as .jpg"
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(readable_suffixes())
+
+
+def _kind(name: str) -> str:
+    """The suffix in lower case; "" where the name has none that looks like one."""
+    suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 (a Path for each file of millions)
+    return suffix if suffix.isascii() and suffix[1:].isalnum() and len(suffix) <= _LONGEST_SUFFIX else ""
+
+
+class FolderDataset(FileDataset):
     """A folder whose sub-folders are the identities, in order of name; each holds its images, at any depth.
 
-    :class:`plsc.data.picture_files.PictureFiles` finds them, and says what it leaves out. ``empty_classes`` names the
-    sub-folders without an image, which are no classes.
+    :class:`PictureFiles` finds them, and says what it leaves out. ``empty_classes`` names the sub-folders without an
+    image, which are no classes.
 
     Raises:
         UsageError: there is no image in any sub-folder.
     """
 
     def __init__(self, folder: Path, image_size: ImageSize | None = 112) -> None:
-        self.folder, self._below = folder, folder.resolve()
         files = PictureFiles(folder)
-        empty: dict[str, str] = {}
-        paths: list[str] = []
-        classes: list[str] = []
-        counts: list[int] = []
-        for name in files.identities:
-            images, others = files.below(name)
-            if images:
-                paths += images
-                classes.append(name)
-                counts.append(len(images))
-            else:
-                empty[name] = kinds_text(others)
-        if not paths:
+        found, empty = files.by_identity()
+        if not found:
             raise UsageError(_no_image_error(files))
         files.report()
-        self._paths = PackedStringColumn(paths)
-        labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-        super().__init__(str(folder), labels, PackedStringColumn(classes), image_size)
+        labels = np.repeat(np.arange(len(found), dtype=np.int64), [len(images) for images in found.values()])
+        super().__init__(folder, chain(*found.values()), labels, PackedStringColumn(found), image_size)
         self.empty_classes, self.left_out = empty, dict(files.left_out)
 
-    def key(self, index: int) -> str:
-        """Return the image's path below the folder."""
-        return self._paths[index]
 
-    def encoded(self, index: int) -> bytes:
-        """Read the image file."""
-        return read_bytes(self.folder / self._paths[index], below=self._below)
-
-
-class ListDataset(EncodedDataset):
+class ListDataset(FileDataset):
     """A text file with a line ``path<TAB>label`` per image, in that order.
 
     If the first line has a third column (as in the ``images.tsv`` of ``plsc data convert``), every line has to have
@@ -72,7 +155,6 @@ class ListDataset(EncodedDataset):
     """
 
     def __init__(self, path: Path, image_size: ImageSize | None = 112) -> None:
-        self.folder, self._below = path.parent, path.parent.resolve()
         paths: list[str] = []
         names: list[str] = []
         for image, name in _entries(path):
@@ -80,17 +162,9 @@ class ListDataset(EncodedDataset):
             names.append(name)
         if not paths:
             raise DataError(f"{path} lists no image; each line is path<TAB>label")
-        self._paths = PackedStringColumn(paths)
         labels, classes = map_names(names)
-        super().__init__(str(path), labels, classes, image_size)
-
-    def key(self, index: int) -> str:
-        """Return the image's path as the list has it."""
-        return self._paths[index]
-
-    def encoded(self, index: int) -> bytes:
-        """Read the image file."""
-        return read_bytes(self.folder / self._paths[index], below=self._below)
+        super().__init__(path.parent, paths, labels, classes, image_size)
+        self.source = str(path)
 
 
 def _no_image_error(files: PictureFiles) -> str:

@@ -17,8 +17,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,8 +123,7 @@ def _checksum(image: torch.Tensor) -> int:
 # In memory ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Memory:
+class _Memory(NamedTuple):
     """What a rank offers to the others of its ``machine``: a descriptor of the process ``pid``; -1: no memory."""
 
     machine: str

@@ -1,8 +1,6 @@
 """Inspection of a data set: broken images, duplicates and empty classes; statistics of images per class."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,8 @@ _CHUNK = 64
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class _ChunkReport:
-    """Digests of the content of some consecutive images, uint64 (n, 2), and the broken ones' errors by index."""
-
-    digests: NDArray[np.uint64]
-    broken: dict[int, str]
+# Digests of the content of some consecutive images, uint64 (n, 2), and the broken ones' errors by index.
+_Chunk = tuple[NDArray[np.uint64], dict[int, str]]
 
 
 @report_killed_workers()
@@ -48,15 +42,15 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
     """
     digests = np.zeros((len(dataset), 2), dtype=np.uint64)
     broken: dict[int, str] = {}
-    start = 0
     progress = Progress("check", len(dataset), quiet=quiet)
-    for chunk in _inspect(dataset, workers):
-        stop = start + len(chunk.digests)
-        digests[start:stop] = chunk.digests
-        broken |= chunk.broken
-        progress.advance(stop - start)
-        start = stop
+    chunks = [range(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
+    for chunk, (found, faults) in zip(chunks, map_in_workers(_Inspector(dataset), chunks, workers), strict=True):
+        digests[chunk] = found
+        broken |= faults
+        progress.advance(len(chunk))
     progress.finish()
+    counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
+    unused = [dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0)]
     reasons = dataset.skipped | {dataset.key(index): why for index, why in broken.items()}
     return {
         "source": dataset.source,
@@ -65,18 +59,18 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
         "broken": len(reasons),
         "broken_images": [{"key": key, "why": why} for key, why in list(reasons.items())[:MAX_LISTED]],
         **_duplicates(dataset, digests, np.array(sorted(broken), dtype=np.int64)),
-        "empty_classes": _empty_classes(dataset),
+        "empty_classes": [*dataset.empty_classes, *unused],
         "files_left_out": dataset.left_out,
     }
 
 
-class _Inspector(Dataset[_ChunkReport]):
+class _Inspector(Dataset[_Chunk]):
     """Inspects the images of a range: a map from range to report, for torch's DataLoader."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, indices: range) -> _ChunkReport:
+    def __getitem__(self, indices: range) -> _Chunk:
         digests = np.zeros((len(indices), 2), dtype=np.uint64)
         broken: dict[int, str] = {}
         for row, index in enumerate(indices):
@@ -84,7 +78,7 @@ class _Inspector(Dataset[_ChunkReport]):
                 digests[row] = np.frombuffer(_digest(self.dataset, index), dtype=np.uint64)
             except DataError as error:
                 broken[index] = str(error)
-        return _ChunkReport(digests, broken)
+        return digests, broken
 
 
 def _digest(dataset: ImageDataset, index: int) -> bytes:
@@ -95,11 +89,6 @@ def _digest(dataset: ImageDataset, index: int) -> bytes:
     else:
         content = dataset.image(index).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-
-
-def _inspect(dataset: ImageDataset, workers: int) -> Iterator[_ChunkReport]:
-    chunks = [range(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
-    yield from map_in_workers(_Inspector(dataset), chunks, workers)
 
 
 def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDArray[np.int64]) -> dict[str, Any]:
@@ -119,12 +108,6 @@ def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDAr
             {"key": dataset.key(int(later[row])), "same_as": dataset.key(int(earlier[row]))} for row in listed
         ],
     }
-
-
-def _empty_classes(dataset: ImageDataset) -> list[str]:
-    """Return the names of classes without an image: those left out on opening, and those with a label."""
-    counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
-    return [*dataset.empty_classes, *(dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0))]
 
 
 _BAR = 40
@@ -162,10 +145,9 @@ def _histogram(counts: NDArray[np.int64]) -> list[dict[str, int]]:
     bins = list(_BINS)
     while bins[-1][1] < counts.max():
         bins.append((bins[-1][1] + 1, bins[-1][1] * 10 + 9))
-    rows = [(low, high, int(np.sum((counts >= low) & (counts <= high)))) for low, high in bins]
-    filled = [row for row, (_, _, classes) in enumerate(rows) if classes]
-    trimmed = rows[filled[0] : filled[-1] + 1]
-    return [{"from": low, "to": high, "classes": classes} for low, high, classes in trimmed]
+    rows = [{"from": a, "to": b, "classes": int(np.sum((counts >= a) & (counts <= b)))} for a, b in bins]
+    filled = [number for number, row in enumerate(rows) if row["classes"]]
+    return rows[filled[0] : filled[-1] + 1]
 
 
 def stats_lines(result: dict[str, Any]) -> list[str]:
@@ -173,8 +155,7 @@ def stats_lines(result: dict[str, Any]) -> list[str]:
     per_class = result["images_per_class"]
     lines = [
         f"{result['source']}: {_size(result)}",
-        f"images per class: {per_class['min']:,} to {per_class['max']:,}, "
-        f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
+        "images per class: {min:,} to {max:,}, median {median:,.0f}, mean {mean:,.1f}".format(**per_class),
         "",
         f"{'images':>12}  {'classes':>12}",
     ]
@@ -219,8 +200,7 @@ def stats_plot(result: dict[str, Any], path: Path) -> None:
     axes.margins(y=0.12)
     axes.set_title(_size(result), loc="left", pad=22)
     axes.annotate(
-        f"{per_class['min']:,} to {per_class['max']:,} images per class, "
-        f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
+        "{min:,} to {max:,} images per class, median {median:,.0f}, mean {mean:,.1f}".format(**per_class),
         (0, 1),
         xycoords="axes fraction",
         xytext=(0, 8),

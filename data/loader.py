@@ -12,11 +12,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class TrainLoader:
         pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
 
     Attributes:
+        epoch: the current epoch, from 0; it advances when the loop over it ends.
         indices: those in the data set of the images that were yielded last.
 
     Raises:
@@ -81,7 +83,7 @@ class TrainLoader:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
         self._pin_memory = pin_memory
-        self._epoch = self._consumed = self._yielded = 0
+        self.epoch = self._consumed = self._yielded = 0
         self._ranges: list[StepRange] = []
         self.indices: list[int] = []
         self._bad_keys: set[str] = set()
@@ -89,24 +91,19 @@ class TrainLoader:
         reader = BatchReader(
             dataset, seed, open_cache(cache, dataset) if isinstance(cache, str) else cache, max_bad_records
         )
-        self._requests = _Requests()
+        self._requests: list[BatchRequest] = []  # of an epoch from the position on; the DataLoader's sampler
         self.augment = augment
         self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
 
     @property
-    def epoch(self) -> int:
-        """The current epoch, from 0; it advances when the loop over it ends."""
-        return self._epoch
-
-    @property
     def augment(self) -> str:
         """The augmentation, one of AUGMENTATIONS. Another one holds from the next loop over the loader on."""
-        return self._requests.augment
+        return self._augment
 
     @augment.setter
     def augment(self, name: str) -> None:
         check_augmentation(name)
-        self._requests.augment = name
+        self._augment = name
 
     @property
     def steps_per_epoch(self) -> int:
@@ -124,8 +121,8 @@ class TrainLoader:
 
         Reading them ahead leaves the position where it is: that of the batches already yielded.
         """
-        part = self._requests.part_at(self._yielded)
-        return None if part is None else self._labels_of(part.astype(np.int64))
+        upcoming = self._requests[self._yielded : self._yielded + 1]
+        return self._labels_of(upcoming[0].indices) if upcoming else None
 
     @property
     def sizes(self) -> list[int]:
@@ -140,7 +137,7 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
-        return {"epoch": self._epoch, "consumed": self._consumed}
+        return {"epoch": self.epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state saved by any number of ranks; :class:`DataError` if the data has no such position."""
@@ -150,30 +147,30 @@ class TrainLoader:
                 f"there is no sample {consumed:,} of epoch {epoch} in {self.dataset.source} with its "
                 f"{len(self.dataset):,} images; resume with the data that the run began with"
             )
-        self._epoch, self._consumed = epoch, consumed
+        self.epoch, self._consumed = epoch, consumed
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._consumed == len(self.dataset):  # the last loop was left, or saved, at its last batch
-            self._epoch, self._consumed = self._epoch + 1, 0
+            self.epoch, self._consumed = self.epoch + 1, 0
         plan = self._plan(self._consumed)
-        order = epoch_order(len(self.dataset), seed=self.seed, epoch=self._epoch, shuffle=self.shuffle)
+        order = epoch_order(len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         self._yielded, self._ranges = 0, plan
-        self._requests.epoch = self._epoch
-        self._requests.parts = [order[batch.part(self.rank, self.world_size)] for batch in plan]
+        parts = (order[step.part(self.rank, self.world_size)] for step in plan)
+        self._requests[:] = [BatchRequest(self.epoch, part, self.augment) for part in parts]
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
             self._check_readable(batch)
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
             self._consumed, self._yielded, self.indices = step.stop, count, batch.indices.tolist()
             yield batch.images, self._labels_of(batch.indices)
-        self._epoch, self._consumed = self._epoch + 1, 0
+        self.epoch, self._consumed = self.epoch + 1, 0
 
     def _plan(self, consumed: int) -> list["StepRange"]:
         return global_batches(
             len(self.dataset), consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
         )
 
-    def _labels_of(self, indices: NDArray[np.int64]) -> torch.Tensor:
+    def _labels_of(self, indices: NDArray[np.integer[Any]]) -> torch.Tensor:
         labels = torch.from_numpy(self.dataset.labels[indices])
         return labels.pin_memory() if self._pin_memory else labels
 
@@ -219,8 +216,7 @@ def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, s
         )
 
 
-@dataclass(frozen=True)
-class StepRange:
+class StepRange(NamedTuple):
     """Samples of one step over all ranks: positions [start, stop) of the epoch's order."""
 
     start: int
@@ -263,32 +259,12 @@ def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int
     return [StepRange(start, stop) for start, stop in pairwise([*starts, size])]
 
 
-@dataclass(frozen=True)
-class BatchRequest:
+class BatchRequest(NamedTuple):
     """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation ``augment``."""
 
     epoch: int
-    indices: NDArray[np.int64]
+    indices: NDArray[np.integer[Any]]
     augment: str
-
-
-class _Requests:
-    """The DataLoader's sampler: this rank's requests in order, replaced for every epoch or resumption."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.augment = "none"
-        self.parts: list[NDArray[np.unsignedinteger]] = []
-
-    def __iter__(self) -> Iterator[BatchRequest]:
-        return (BatchRequest(self.epoch, part.astype(np.int64), self.augment) for part in self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def part_at(self, step: int) -> NDArray[np.unsignedinteger] | None:
-        """Return the indices of ``step``; None after the last."""
-        return self.parts[step] if step < len(self.parts) else None
 
 
 @dataclass(frozen=True)
@@ -315,18 +291,12 @@ class BatchReader(Dataset[ImageBatch]):
         self.dataset, self.seed, self.cache, self.max_bad_records = dataset, seed, cache, max_bad_records
 
     def __getitem__(self, request: BatchRequest) -> ImageBatch:
-        batch = self._read(request.indices)
+        requested = request.indices.astype(np.int64)
+        batch = self._read(requested)
         if batch.failures:
-            batch = self._with_neighbours(batch, request.indices)
-        images = augment_batch(
-            batch.images,
-            batch.indices,
-            request.augment,
-            seed=self.seed,
-            epoch=request.epoch,
-            interpolation=self.dataset.interpolation,
-        )
-        return ImageBatch(images, batch.indices, batch.failures)
+            batch = self._with_neighbours(batch, requested)
+        augment = partial(augment_batch, seed=self.seed, epoch=request.epoch, interpolation=self.dataset.interpolation)
+        return replace(batch, images=augment(batch.images, batch.indices, request.augment))
 
     def _read(self, indices: NDArray[np.int64]) -> ImageBatch:
         images = torch.empty((len(indices), *image_shape(self.dataset)), dtype=torch.uint8)
@@ -366,13 +336,6 @@ class BatchReader(Dataset[ImageBatch]):
         return good, failures
 
 
-class SizedIterable(Protocol):
-    """Requests that can be counted and iterated again."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 def auto_workers() -> int:
     """Loader processes of a rank that leave each of torchrun's ranks on this machine a core: 1 to 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -380,12 +343,7 @@ def auto_workers() -> int:
 
 
 def map_in_workers(
-    reader: Dataset[T],
-    requests: SizedIterable,
-    workers: int,
-    *,
-    persistent: bool = False,
-    pin_memory: bool = False,
+    reader: Dataset[T], requests: Iterable[Any], workers: int, *, persistent: bool = False, pin_memory: bool = False
 ) -> DataLoader[T]:
     """Iterate ``reader[request]`` over ``requests`` in order, read ahead by loader processes.
 
@@ -444,7 +402,8 @@ def report_killed_workers() -> Iterator[None]:
             raise
         raise _killed_worker() from None
     except (ConnectionError, EOFError) as error:
-        if not _comes_from_a_pipe(error):
+        # A loader loses its connection to a process that ends before the system tells of the process's end.
+        if all(frame.f_code.co_name != "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         with suppress(RuntimeError):
             time.sleep(_END_TOLD_SECONDS)  # torch's handler raises here, and not in what comes next
@@ -453,11 +412,6 @@ def report_killed_workers() -> Iterator[None]:
 
 def _killed_worker() -> DataError:
     return DataError("a decoding process was killed, perhaps for want of memory: use fewer (--workers, data.workers)")
-
-
-def _comes_from_a_pipe(error: BaseException) -> bool:
-    """True if a loader lost its connection to a process: that ends before the system tells of the process's end."""
-    return any(frame.f_code.co_name == "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _identity_collate(result: Any) -> Any:

@@ -11,10 +11,8 @@ written in the order of the list: ``plsc eval`` takes ten contiguous folds of eq
 has ten. Huang et al., "Labeled Faces in the Wild", 2007.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +29,7 @@ FORM = "NAME i j, or NAME i OTHER j"
 _SHOWN = 5  # names of missing images in an error
 
 
-@dataclass(frozen=True)
-class PairList:
+class PairList(NamedTuple):
     """Pairs of image names without suffix, their truth bool (N,), and the number of folds (0: not given)."""
 
     names: list[tuple[str, str]]
@@ -52,7 +49,10 @@ def read_pair_list(path: Path) -> PairList:
     folds = per_fold = 0
     names: list[tuple[str, str]] = []
     truth: list[bool] = []
-    for number, fields in _lines(path):
+    for number, line in text_lines(path):
+        fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
+        if not any(fields):
+            continue
         if not names and not folds and len(fields) < 3 and all(map(_is_number, fields)):
             folds, per_fold = (1, int(fields[0])) if len(fields) == 1 else (int(fields[0]), int(fields[1]))
             continue
@@ -117,14 +117,6 @@ def pairs_of_list(
         "folds": (pair_list.folds or None) if kept.all() else None,
         "left_out": int(np.sum(~kept)),
     }
-
-
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the fields of each line that is not empty."""
-    for number, line in text_lines(path):
-        fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
-        if any(fields):
-            yield number, fields
 
 
 def _is_number(text: str) -> bool:

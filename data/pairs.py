@@ -133,7 +133,7 @@ class _DType:
 
     __slots__ = ("code",)
 
-    def __init__(self, code: Any) -> None:
+    def __init__(self, code: Any, align: Any = False, copy: Any = False) -> None:
         # Nothing but text: str() of nested tuples would take exponential time, as their hash does.
         if not isinstance(code, str | bytes):
             raise ValueError("a dtype code that is no text")
@@ -149,68 +149,55 @@ def _kind(dtype: Any) -> type[np.generic]:
     return np.uint8 if "u1" in dtype.code else np.bool_
 
 
-# The callables that a pickle may use: objects without attributes, so that BUILD cannot change them. Each checks its
-# arguments.
 class _Inert:
-    __slots__ = ()
+    """A function that a pickle may call. It checks its arguments, and BUILD can change nothing of it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a state for a function")
 
 
-class _NdarrayType(_Inert):
-    pass
+def _reconstruct(subtype: Any, shape: Any, code: Any) -> _Array:
+    if subtype is not _NDARRAY:
+        raise ValueError("a subclass of numpy's array")
+    return _Array()
 
 
-class _MakeDType(_Inert):
-    def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _DType:
-        return _DType(code)
+def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None) -> _Array:
+    array = _Array()
+    array.fill(buffer, dtype, shape if isinstance(shape, tuple) else (shape,))
+    return array
 
 
-class _Reconstruct(_Inert):
-    def __call__(self, subtype: Any, shape: Any, code: Any) -> _Array:
-        if not isinstance(subtype, _NdarrayType):
-            raise ValueError("a subclass of numpy's array")
-        return _Array()
+def _scalar(dtype: Any, raw: Any) -> bool:
+    return bool(np.frombuffer(bytes(memoryview(raw)), dtype=_kind(dtype)).item())
 
 
-class _FromBuffer(_Inert):
-    def __call__(self, buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None) -> _Array:
-        array = _Array()
-        array.fill(buffer, dtype, shape if isinstance(shape, tuple) else (shape,))
-        return array
+def _encode(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+        raise ValueError("an encoding other than latin1")
+    return text.encode("latin1")
 
 
-class _Scalar(_Inert):
-    def __call__(self, dtype: Any, raw: Any) -> bool:
-        values = np.frombuffer(bytes(memoryview(raw)), dtype=_kind(dtype))
-        return bool(values.item())
-
-
-class _Encode(_Inert):
-    def __call__(self, text: Any, encoding: Any) -> bytes:
-        if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-            raise ValueError("an encoding other than latin1")
-        return text.encode("latin1")
-
-
-class _EmptyBytes(_Inert):
-    def __call__(self) -> bytes:
-        return b""
-
-
-_GLOBALS: dict[tuple[str, str], _Inert] = {
-    ("numpy", "ndarray"): _NdarrayType(),
-    ("numpy", "dtype"): _MakeDType(),
-    ("_codecs", "encode"): _Encode(),
-    ("__builtin__", "bytes"): _EmptyBytes(),
-    ("builtins", "bytes"): _EmptyBytes(),
-} | {
-    (f"numpy.{core}.{module}", name): inert
-    for core in ("core", "_core")
-    for module, name, inert in (
-        ("multiarray", "_reconstruct", _Reconstruct()),
-        ("multiarray", "scalar", _Scalar()),
-        ("numeric", "_frombuffer", _FromBuffer()),
-    )
+_NDARRAY, _EMPTY_BYTES = object(), _Inert(lambda: b"")  # the first one stands for the class
+_GLOBALS: dict[tuple[str, str], object] = {
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _Inert(_DType),
+    ("_codecs", "encode"): _Inert(_encode),
+    ("__builtin__", "bytes"): _EMPTY_BYTES,
+    ("builtins", "bytes"): _EMPTY_BYTES,
 }
+for _core in ("numpy.core", "numpy._core"):
+    _GLOBALS[f"{_core}.multiarray", "_reconstruct"] = _Inert(_reconstruct)
+    _GLOBALS[f"{_core}.multiarray", "scalar"] = _Inert(_scalar)
+    _GLOBALS[f"{_core}.numeric", "_frombuffer"] = _Inert(_from_buffer)
 
 
 class _InertUnpickler(pickle.Unpickler):

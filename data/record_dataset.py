@@ -8,21 +8,20 @@ file. The cache is valid as long as sizes and modification times of the .rec and
 import contextlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.codec import suffix_of
-from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, map_numbers
-from plsc.data.record_keys import RecordKeys, keys_path
-from plsc.data.recordio import LEAST_RECORD, ImageRecord, RecordFile, label_map_path
-from plsc.data.string_column import NumberStringColumn, PackedStringColumn
+from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, PackedStringColumn, map_numbers, number_names
+from plsc.data.recordio import KEYS_HEADER, LEAST_RECORD, RecordFile, keys_path, label_map_path, unescaped
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON, atomic_write, read_json
+from plsc.image_files import suffix_of
 from plsc.models.preprocessing import ImageSize
 from plsc.progress import warn
+from plsc.regular_files import open_regular
 from plsc.text_files import read_integers
 
 DAMAGED = -1
@@ -30,6 +29,7 @@ CACHE_FROM = 100_000  # records: below, reading the table again takes a fraction
 _LOGGED = 10
 _VERSION = 1
 _LARGEST_LABEL = 2**53
+_KEYS_CHUNK = 2**26  # bytes of a keys file in which line ends are searched for
 _UNFINISHED = 1 << 20  # bytes of records that the index of a file which was cut off may still name
 
 
@@ -39,7 +39,7 @@ class RecordDataset(EncodedDataset):
     Both conventions of insightface are read: a header record 0 that announces the images' keys, or every key an image.
     A label is the record's own, or the first of its array; gaps between the numbers are closed. Class names come from
     ``X.classes.json`` (as ``save_label_map`` writes it) if there is one, images' names from ``X.keys.tsv``
-    (:mod:`plsc.data.record_keys`). ``skipped`` holds the fault of each record left out, by key.
+    (:class:`RecordKeys`). ``skipped`` holds the fault of each record left out, by key.
 
     Raises:
         UsageError: the file does not exist.
@@ -50,15 +50,15 @@ class RecordDataset(EncodedDataset):
         self, path: Path, image_size: ImageSize | None = 112, *, max_bad_records: int | None = MAX_BAD_RECORDS
     ) -> None:
         self._file = RecordFile(path)
-        table = record_table(self._file)
-        damaged = table.labels == DAMAGED
-        self._check_damage(table, damaged, max_bad_records)
+        keys, offsets, stored = record_table(self._file).T
+        damaged = stored == DAMAGED
+        self._check_damage(keys, offsets, damaged, max_bad_records)
         self._paths = RecordKeys(keys_path(path)) if keys_path(path).is_file() else None
-        self._keys, self._offsets = table.keys[~damaged], table.offsets[~damaged]
-        labels, numbers = map_numbers(table.labels[~damaged])
+        self._keys, self._offsets = keys[~damaged], offsets[~damaged]
+        labels, numbers = map_numbers(stored[~damaged])
         super().__init__(str(path), labels, _class_names(path, numbers), image_size)
         rows = np.flatnonzero(damaged)
-        self.skipped = {str(table.keys[row]): self._fault(int(table.offsets[row])) for row in rows}
+        self.skipped = {str(keys[row]): self._fault(int(offsets[row])) for row in rows}
         self._report()
 
     def key(self, index: int) -> str:
@@ -76,15 +76,17 @@ class RecordDataset(EncodedDataset):
         except ValueError as error:
             raise DataError(f"record {self.record_key(index)} of {self.source} is damaged: {error}") from None
 
-    def _check_damage(self, table: "RecordTable", damaged: NDArray[np.bool_], max_bad_records: int | None) -> None:
+    def _check_damage(
+        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], damaged: NDArray[np.bool_], most: int | None
+    ) -> None:
         count, path = int(damaged.sum()), self._file.path
         if len(damaged) == 0:
             raise DataError(f"{path} holds no image record; use another copy")
-        if count == len(damaged) or (max_bad_records is not None and count > max_bad_records):
+        if count == len(damaged) or (most is not None and count > most):
             row = int(np.argmax(damaged))
             raise DataError(
                 f"{count:,} of the {len(damaged):,} records of {path} are damaged, the first with key "
-                f"{table.keys[row]} ({self._fault(int(table.offsets[row]))}); use another copy"
+                f"{keys[row]} ({self._fault(int(offsets[row]))}); use another copy"
             )
 
     def _fault(self, offset: int) -> str:
@@ -108,7 +110,7 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
     """Return the names of the numbered classes, from the label map beside the records if there is one."""
     label_map = label_map_path(path)
     if not label_map.is_file():
-        return NumberStringColumn(numbers)
+        return number_names(numbers)
     content = read_json(label_map, max(LARGEST_JSON, path.stat().st_size))  # each name has an image
     names = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -118,20 +120,11 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
     return PackedStringColumn(names[number] for number in numbers)
 
 
-@dataclass(frozen=True)
-class RecordTable:
-    """Image records in order of key: keys, offsets and labels, each int64 (N,).
-
-    A label is the stored one, or ``DAMAGED``; an offset is -1 where the index lacks a record that the header announces.
-    """
-
-    keys: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    labels: NDArray[np.int64]
-
-
-def record_table(file: RecordFile) -> RecordTable:
+def record_table(file: RecordFile) -> NDArray[np.int64]:
     """Return the table of a ``.rec``, from the cache beside it or from the file itself.
+
+    Its rows, int64 (N, 3), are key, offset and label of the image records, in order of key. A label is the stored one,
+    or ``DAMAGED``; an offset is -1 where the index lacks a record that the header announces.
 
     Raises:
         DataError: the ``.idx`` or the header record is inconsistent.
@@ -143,7 +136,7 @@ def record_table(file: RecordFile) -> RecordTable:
         table = _read(file)
         if len(table) >= CACHE_FROM:
             _save(cache, stamp, table)
-    return RecordTable(table[:, 0], table[:, 1], table[:, 2])
+    return table
 
 
 def read_index(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -193,7 +186,12 @@ def _select_images(
         return keys, offsets
     if first.flag == 0 or suffix_of(first.image) is not None:
         return keys, offsets
-    stop = _image_keys_end(first, file.path, len(keys))
+    if not 1 < first.labels[0] <= 2 * len(keys) + 1_000_000:
+        raise DataError(
+            f"record 0 of {file.path} announces images up to key {first.labels[0]:,.0f}, among {len(keys):,} records; "
+            "use another copy"
+        )
+    stop = int(first.labels[0])  # the key after the last image's
     announced = (keys >= 1) & (keys < stop)
     keys, offsets = keys[announced], offsets[announced]
     missing = np.setdiff1d(np.arange(1, stop, dtype=np.int64), keys)
@@ -203,16 +201,6 @@ def _select_images(
         order = np.argsort(keys, kind="stable")
         keys, offsets = keys[order], offsets[order]
     return keys, offsets
-
-
-def _image_keys_end(header: ImageRecord, path: Path, records: int) -> int:
-    """Return the key after the last image's, from header record 0; one far beyond the number of records is an error."""
-    stop = header.labels[0]
-    if not 1 < stop <= 2 * records + 1_000_000:
-        raise DataError(
-            f"record 0 of {path} announces images up to key {stop:,.0f}, among {records:,} records; use another copy"
-        )
-    return int(stop)
 
 
 def _stamp(path: Path) -> NDArray[np.int64]:
@@ -245,3 +233,49 @@ def _save(cache: Path, stamp: NDArray[np.int64], table: NDArray[np.int64]) -> No
     head = np.array([*stamp, zlib.crc32(np.ascontiguousarray(table).data)], dtype=np.int64).reshape(2, 3)
     with contextlib.suppress(UsageError, OSError), atomic_write(cache) as tmp_path, tmp_path.open("wb") as file:
         np.save(file, np.concatenate([head, table]))
+
+
+class RecordKeys:
+    """The paths of a keys file by key, memory-mapped when the first is asked for; pickles as its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getstate__(self) -> dict[str, Path]:
+        return {"path": self.path}
+
+    def __getitem__(self, key: int) -> str:
+        """Return the path of the image with this key; :class:`DataError` if the file is not that of its ``.rec``."""
+        row = key - self._first
+        if 0 <= row < len(self._starts) - 1:
+            fields = self._fields(row)
+            if len(fields) == len(KEYS_HEADER) and fields[0] == str(key):
+                return fields[2]
+        raise DataError(f"{self.path} has no line for record {key} in its place; delete it, or use another copy")
+
+    @cached_property
+    def _bytes(self) -> NDArray[np.uint8]:
+        if not self.path.stat().st_size:
+            raise DataError(f"{self.path} is empty; delete it, or use another copy")
+        with open_regular(self.path) as file:
+            return np.memmap(file, dtype=np.uint8, mode="r")
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Where each line after the header begins, int64 (N + 1,); the last is the end of the file."""
+        parts = [
+            np.flatnonzero(self._bytes[start : start + _KEYS_CHUNK] == ord("\n")) + start + 1
+            for start in range(0, len(self._bytes), _KEYS_CHUNK)
+        ]
+        return np.concatenate(parts).astype(np.int64)
+
+    @cached_property
+    def _first(self) -> int:
+        text = self._fields(0)[0] if len(self._starts) > 1 else ""
+        if not text.isdecimal():
+            raise DataError(f"{self.path} has no lines of key<TAB>class<TAB>path; delete it, or use another copy")
+        return int(text)
+
+    def _fields(self, row: int) -> list[str]:
+        line = self._bytes[self._starts[row] : self._starts[row + 1] - 1].tobytes()
+        return [unescaped(field) for field in line.decode("utf-8", "surrogateescape").split("\t")]

@@ -7,25 +7,33 @@ part, and reading can resume anywhere in a damaged file.
 
 The content of an image record is a header (flag uint32, label float32, id uint64, id2 uint64), then ``flag`` labels
 of float32, then the encoded image. insightface puts ``X.idx`` (lines ``key<TAB>offset``) and ``property`` beside
-``X.rec``; we add ``X.classes.json`` with the class names and ``X.keys.tsv`` with the images' names in their source
-(:mod:`plsc.data.record_keys`).
+``X.rec``; we add ``X.classes.json`` with the class names and ``X.keys.tsv`` with the source file of each image. That is
+text in UTF-8: a header line, and then a line for each image, in order of key::
+
+    key<TAB>class<TAB>path
+    1<TAB>person-a<TAB>person-a/2021/portrait.png
+    2<TAB>person-b<TAB>person-b/NAME_0001.jpg
+
+``key`` is the record's key in ``X.idx``, ``class`` the name of its class, ``path`` that of its image in the source:
+relative to the folder, or as the list has it. A backslash, tab, line feed and carriage return in a name are written as
+``\\\\``, ``\\t``, ``\\n`` and ``\\r``; bytes of file names that are not UTF-8 are kept.
 """
 
 import json
 import mmap
 import os
+import re
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.record_keys import HEADER, keys_path, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, atomic_write_group, check_output, remove_leftovers
 from plsc.regular_files import open_regular
@@ -39,10 +47,12 @@ LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer 
 _CHUNK = 2**16
 
 WHOLE, FIRST, MIDDLE, LAST = range(4)
+KEYS_HEADER = ("key", "class", "path")
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_UNESCAPES = {escape: character for character, escape in _ESCAPES.items()}
 
 
-@dataclass(frozen=True)
-class ImageRecord:
+class ImageRecord(NamedTuple):
     """An image record: its labels (the header's, or the label array), its two ids and the encoded image."""
 
     flag: int
@@ -61,26 +71,19 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open()
-
-    def _open(self) -> None:
         try:
-            file = open_regular(self.path)
+            file = open_regular(path)
             weakref.finalize(self, file.close)
             self._descriptor = file.fileno()
             self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise UsageError(f"there is no {self.path}") from None
+            raise UsageError(f"there is no {path}") from None
         except ValueError:
-            raise DataError(f"{self.path} is empty; use another copy") from None
+            raise DataError(f"{path} is empty; use another copy") from None
         self._words = np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
 
-    def __getstate__(self) -> dict[str, Path]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Path]) -> None:
-        self.path = state["path"]
-        self._open()
+    def __reduce__(self) -> tuple[type["RecordFile"], tuple[Path]]:
+        return RecordFile, (self.path,)
 
     def __len__(self) -> int:
         """Size of the file in bytes."""
@@ -245,60 +248,40 @@ class RecordWriter:
     there is no header, and every record is an image: insightface's other convention.
     """
 
-    def __init__(
-        self, records: BinaryIO, index: BinaryIO, keys: BinaryIO, class_names: Sequence[str], expected: int
-    ) -> None:
-        self._records, self._index, self._keys, self._class_names = records, index, keys, class_names
-        self.count = 0
-        self.has_paths = False
+    def __init__(self, records: BinaryIO, index: BinaryIO, keys: BinaryIO, expected: int) -> None:
+        self._records, self._index, self._keys = records, index, keys
+        self.class_names: list[str] = []
         self.height = self.width = 112  # for the property file
-        self._first_keys: list[int] = []
+        self._first_keys: list[int] = []  # of each class
         self._has_header = 2 * expected < LARGEST_FLOAT
+        self._next_key = int(self._has_header)
+        write_key(keys, *KEYS_HEADER)
         if self._has_header:
             self._append_labels(0, 0.0, 0.0)  # a placeholder of the same size; finish() overwrites it
 
-    def add(self, image: bytes, label: int, path: str | None = None) -> None:
-        """Append one encoded image, with its path in the source for the keys file, if all images have one.
-
-        Raises:
-            ValueError: labels do not ascend from 0 without gaps, or some images have a path and some not.
-            UsageError: ``label`` cannot be stored in float32.
-        """
-        if label > LARGEST_FLOAT:
+    def begin_class(self, name: str) -> None:
+        """Let the images that follow be of a new class; :class:`UsageError` if float32 cannot number it."""
+        if len(self.class_names) > LARGEST_FLOAT:
             raise UsageError(f"a .rec numbers no class past {LARGEST_FLOAT:,}, its labels being float32")
-        key = self.count + self._has_header
-        if label == len(self._first_keys):
-            self._first_keys.append(key)
-        elif label != len(self._first_keys) - 1:
-            raise ValueError(f"label {label} after label {len(self._first_keys) - 1}: group images by class")
-        self._append(key, pack_image(ImageRecord(0, (float(label),), (key, 0), image)))
-        self._append_path(key, label, path)
-        self.count += 1
+        self.class_names.append(name)
+        self._first_keys.append(self._next_key)
 
-    def _append_path(self, key: int, label: int, path: str | None) -> None:
-        if self.count == 0 and path is not None:
-            self.has_paths = True
-            write_key(self._keys, *HEADER)
-        if self.has_paths != (path is not None):
-            raise ValueError("some images have a path and some not")
-        if path is not None:
-            write_key(self._keys, str(key), self._class_names[label], path)
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes so far."""
-        return len(self._first_keys)
+    def add(self, image: bytes, path: str) -> None:
+        """Append one encoded image, with its path in the source for the keys file."""
+        label = len(self.class_names) - 1
+        self._append(self._next_key, pack_image(ImageRecord(0, (float(label),), (self._next_key, 0), image)))
+        write_key(self._keys, str(self._next_key), self.class_names[label], path)
+        self._next_key += 1
 
     def finish(self) -> None:
         """Append the classes' records and write the header, if there is one."""
         if not self._has_header:
             return
-        stop = self.count + 1
-        bounds = [*self._first_keys, stop]
-        for number, first in enumerate(self._first_keys):
-            self._append_labels(stop + number, float(first), float(bounds[number + 1]))
+        stop = self._next_key
+        for number, (first, end) in enumerate(pairwise([*self._first_keys, stop])):
+            self._append_labels(stop + number, float(first), float(end))
         self._records.seek(0)
-        write_record(self._records, _pack_labels(0, float(stop), float(stop + self.num_classes)))
+        write_record(self._records, _pack_labels(0, float(stop), float(stop + len(self.class_names))))
 
     def _append_labels(self, key: int, first: float, second: float) -> None:
         self._append(key, _pack_labels(key, first, second))
@@ -313,17 +296,13 @@ def _pack_labels(key: int, first: float, second: float) -> bytes:
 
 
 @contextmanager
-def record_writer(
-    path: Path, class_names: Sequence[str], *, expected: int, overwrite: bool = False
-) -> Iterator[RecordWriter]:
+def record_writer(path: Path, *, expected: int, overwrite: bool = False) -> Iterator[RecordWriter]:
     """Write ``path`` (``X.rec``) and its companion files: they appear together when the block ends without an error.
 
     ``property`` is one file for a folder, so it is written only if ``X.rec`` is the only ``.rec`` there.
 
     Args:
         path: ends in ``.rec``.
-        class_names: names of the classes in order of label, each of which gets images; one is read when its first
-            image is added.
         expected: upper bound on the number of images.
         overwrite: replace a ``.rec`` that exists, with its companions.
 
@@ -336,16 +315,14 @@ def record_writer(
         remove_leftovers(file)
     with atomic_write_group(paths) as (tmp_records, tmp_index, tmp_names, tmp_keys):
         with tmp_records.open("wb") as records, tmp_index.open("wb") as index, tmp_keys.open("wb") as keys:
-            writer = RecordWriter(records, index, keys, class_names, expected)
+            writer = RecordWriter(records, index, keys, expected)
             yield writer
             writer.finish()
-        if not writer.has_paths:
-            tmp_keys.unlink()
-        names = {"source": str(path), "classes": list(class_names)}
+        names = {"source": str(path), "classes": writer.class_names}
         tmp_names.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
     if list(path.parent.glob("*.rec")) == [path]:
         with atomic_write(path.with_name("property")) as tmp_path:
-            tmp_path.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
+            tmp_path.write_text(f"{len(writer.class_names)},{writer.height},{writer.width}\n", encoding="ascii")
 
 
 def check_records(path: Path, *, overwrite: bool) -> None:
@@ -366,3 +343,23 @@ def _files_of(records: Path) -> list[Path]:
 def label_map_path(records: Path) -> Path:
     """Return the path of the class names of ``X.rec``: ``X.classes.json``."""
     return records.with_suffix(".classes.json")
+
+
+def keys_path(records: Path) -> Path:
+    """Return the path of the keys file of ``X.rec``: ``X.keys.tsv``."""
+    return records.with_suffix(".keys.tsv")
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` as a field of a line."""
+    return re.sub(r"[\\\t\n\r]", lambda match: _ESCAPES[match[0]], text)
+
+
+def unescaped(field: str) -> str:
+    """Return the text of a field; the inverse of :func:`escaped`."""
+    return re.sub(r"\\[\\tnr]", lambda match: _UNESCAPES[match[0]], field)
+
+
+def write_key(file: BinaryIO, *fields: str) -> None:
+    """Write a line of fields."""
+    file.write("\t".join(map(escaped, fields)).encode("utf-8", "surrogateescape") + b"\n")

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from plsc.data.dataset import ImageDataset
-from plsc.data.string_column import StringColumn
+from plsc.data.dataset import ComputedStrings, ImageDataset
 from plsc.errors import UsageError
 from plsc.models.preprocessing import BILINEAR, check_square
 
@@ -169,7 +168,8 @@ class RotatedDataset(ImageDataset):
         if dataset.image_size is not None:
             check_square(dataset.image_size, "data.rotation_classes")
         labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
-        super().__init__(dataset.source, labels, _RotatedNames(dataset.class_names), dataset.image_size)
+        names = ComputedStrings(ROTATIONS * dataset.num_classes, partial(_rotated_class, dataset.class_names))
+        super().__init__(dataset.source, labels, names, dataset.image_size)
         self.dataset = dataset
         self.skipped, self.empty_classes, self.alignment = dataset.skipped, dataset.empty_classes, dataset.alignment
         self.left_out = dataset.left_out
@@ -184,18 +184,8 @@ class RotatedDataset(ImageDataset):
         return _rotated_name(self.dataset.key(index // ROTATIONS), index % ROTATIONS)
 
 
-class _RotatedNames(StringColumn):
-    """Names of the rotated classes: those of the original classes, with the angle."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def __len__(self) -> int:
-        return ROTATIONS * len(self._names)
-
-    def at(self, index: int) -> str:
-        """Return the class's name, with the angle."""
-        return _rotated_name(self._names[index // ROTATIONS], index % ROTATIONS)
+def _rotated_class(names: Sequence[str], label: int) -> str:
+    return _rotated_name(names[label // ROTATIONS], label % ROTATIONS)
 
 
 def _rotated_name(name: str, quarters: int) -> str:

@@ -1,16 +1,18 @@
 """The base class of backbones, helpers for their layers, and the registry by which :func:`create` finds them.
 
-To add a backbone, write one file, models/NAME.py, with a subclass of :class:`Backbone` and for each variant a function
+To add a backbone, write one file, models/NAME.py, with a subclass of :class:`Backbone` and a function
 ``NAME(embedding_dim, image_size, *, option=default) -> Backbone`` under ``@register``; then add NAME to the line of
-imports in models/__init__.py. ``@register_inference`` in the same file is optional: it recognises the family in a bare
-state_dict (.pt), which has no name in it. Configurations, ``plsc plan``, export and the tests of all backbones take the
-new name from the registry.
+imports in models/__init__.py. In place of it, :func:`register_family` registers a family's variants, and recognises
+them in a bare state_dict (.pt), which has no name in it. Configurations, ``plsc plan``, export and the tests of all
+backbones take the new name from the registry.
 """
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -107,28 +109,21 @@ def register(builder: Builder) -> Builder:
     return builder
 
 
-def register_prefix(prefix: str) -> Callable[[Callable[[str], Builder]], Callable[[str], Builder]]:
-    """Register a function that returns the builder of ``prefix`` + NAME, given NAME."""
+def register_family(
+    family: Callable[..., Backbone], names: Iterable[str], infer: Inference, keys: tuple[str, ...]
+) -> None:
+    """Register ``family(name, embedding_dim, image_size, **options)`` under each of ``names``.
 
-    def decorate(resolve: Callable[[str], Builder]) -> Callable[[str], Builder]:
-        _prefixes[prefix] = resolve
-        return resolve
-
-    return decorate
-
-
-def register_inference(*keys: str) -> Callable[[Inference], Inference]:
-    """Register a function that infers the architecture of state_dicts that hold all of ``keys``.
-
-    The function raises KeyError, IndexError or ValueError for an incomplete state_dict, and StopIteration for a depth
-    or width that no registered name has.
+    ``infer`` infers the architecture of state_dicts that hold all of ``keys``. It raises KeyError, IndexError or
+    ValueError for an incomplete state_dict, and StopIteration for a depth or width that no registered name has.
     """
+    _builders.update({name: partial(family, name) for name in names})
+    _inferences.append((keys, infer))
 
-    def decorate(inference: Inference) -> Inference:
-        _inferences.append((keys, inference))
-        return inference
 
-    return decorate
+def register_prefix(prefix: str, resolve: Callable[[str], Builder]) -> None:
+    """Register a function that returns the builder of ``prefix`` + NAME, given NAME."""
+    _prefixes[prefix] = resolve
 
 
 def names() -> tuple[str, ...]:
@@ -153,7 +148,8 @@ def create(name: str, *, embedding_dim: int = 512, image_size: ImageSize = DEFAU
         UsageError: the name is unknown (the message has the nearest known one), or a number or option does not fit.
     """
     builder = _builder(name)
-    _check_dim(embedding_dim)
+    if not isinstance(embedding_dim, int) or isinstance(embedding_dim, bool) or embedding_dim < 1:
+        raise UsageError(f"embedding_dim is {embedding_dim!r}; it has to be a whole number of 1 or more")
     size = _checked_size(image_size, SIZE_STEP if name in _builders else 1)
     given = {option: value for option, value in options.items() if option != "gradient_checkpointing"}
     _check_options(name, builder, given)
@@ -224,11 +220,6 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
             raise UsageError(f"{name} has no option {option!r}{did_you_mean(option, known)} (it takes: {takes})")
 
 
-def _check_dim(embedding_dim: int) -> None:
-    if not isinstance(embedding_dim, int) or isinstance(embedding_dim, bool) or embedding_dim < 1:
-        raise UsageError(f"embedding_dim is {embedding_dim!r}; it has to be a whole number of 1 or more")
-
-
 def _checked_size(image_size: Any, step: int) -> ImageSize:
     """Return ``image_size`` in its normal form; :class:`UsageError` unless its sides are multiples of ``step``."""
     # What a whole number should be, however small, is said below.
@@ -277,15 +268,17 @@ class _ChannelPReLU(torch.autograd.Function):
         return torch.addcmul(positive, negative, slope), grad_weight
 
 
-def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run ``module(x)`` in ``dtype`` (that of its weights), also inside an autocast region.
+def in_full_precision(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> Tensor:
+    """Apply ``layers`` to ``x`` in ``dtype`` (that of their weights), also inside an autocast region.
 
     The last layers determine the embedding's direction, so they are not rounded to bf16.
     """
     # Not x.to(dtype) always: an exported program would keep a conversion to the same type, and with it a type check.
     x = x if x.dtype == dtype else x.to(dtype)
     device_type = x.device.type  # the meta device has no autocast
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return module(x)
-    with torch.autocast(device_type, enabled=False):
-        return module(x)
+    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    region: AbstractContextManager[Any] = torch.autocast(device_type, enabled=False) if is_autocast else nullcontext()
+    with region:
+        for layer in layers:
+            x = layer(x)
+    return x

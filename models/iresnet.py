@@ -19,18 +19,17 @@ from plsc.models.backbone import (
     count_blocks,
     in_full_precision,
     positions,
-    register,
-    register_inference,
+    register_family,
 )
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
 
 BLOCKS = {
-    "iresnet18": (2, 2, 2, 2),
-    "iresnet34": (3, 4, 6, 3),
-    "iresnet50": (3, 4, 14, 3),
-    "iresnet100": (3, 13, 30, 3),
-    "iresnet200": (6, 26, 60, 6),
+    "iresnet18": (2, 2, 2, 2),  # 24.0 M parameters at 112x112 and D = 512
+    "iresnet34": (3, 4, 6, 3),  # 34.1 M
+    "iresnet50": (3, 4, 14, 3),  # 43.6 M
+    "iresnet100": (3, 13, 30, 3),  # 65.2 M
+    "iresnet200": (6, 26, 60, 6),  # 118.8 M
 }
 WIDTHS = (64, 128, 256, 512)
 
@@ -63,7 +62,7 @@ class IBasicBlock(nn.Module):
 class IResNet(Backbone):
     """IResNet with ``BLOCKS[name]`` blocks per stage; ``dropout`` acts on the flattened last map."""
 
-    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, dropout: float) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
@@ -76,9 +75,6 @@ class IResNet(Backbone):
         self.fc = nn.Linear(WIDTHS[-1] * positions(image_size), embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim)
         self.features.weight.requires_grad_(False)  # fixed at 1: the head normalises the embedding anyway
-        self._initialize()
-
-    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, std=0.1)
@@ -89,7 +85,7 @@ class IResNet(Backbone):
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         x = self.dropout(torch.flatten(self.bn2(x), 1))
-        return in_full_precision(self._embed, x, self.fc.weight.dtype)
+        return in_full_precision(x, self.fc.weight.dtype, self.fc, self.features)
 
     def segments(self) -> list[Segment]:
         """Return the stem, whose maps are the largest of all, and the blocks."""
@@ -98,16 +94,12 @@ class IResNet(Backbone):
     def _stem(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.prelu(self.bn1(self.conv1(x))))
 
-    def _embed(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.features(self.fc(x)))
-
 
 def _stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
     first = IBasicBlock(channels_in, channels, stride=2)
     return nn.Sequential(first, *(IBasicBlock(channels, channels, stride=1) for _ in range(1, blocks)))
 
 
-@register_inference("layer1.0.prelu.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     blocks = tuple(count_blocks(state, rf"layer{stage}\.(\d+)\.") for stage in (1, 2, 3, 4))
     name = next(name for name, known in BLOCKS.items() if known == blocks)
@@ -115,31 +107,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
-@register
-def iresnet18(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
-    """24.0 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet18", embedding_dim, image_size, dropout)
-
-
-@register
-def iresnet34(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
-    """34.1 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet34", embedding_dim, image_size, dropout)
-
-
-@register
-def iresnet50(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
-    """43.6 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet50", embedding_dim, image_size, dropout)
-
-
-@register
-def iresnet100(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
-    """65.2 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet100", embedding_dim, image_size, dropout)
-
-
-@register
-def iresnet200(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
-    """118.8 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet200", embedding_dim, image_size, dropout)
+register_family(IResNet, BLOCKS, _infer, ("layer1.0.prelu.weight",))

@@ -19,8 +19,7 @@ from plsc.models.backbone import (
     count_blocks,
     in_full_precision,
     last_map,
-    register,
-    register_inference,
+    register_family,
 )
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
@@ -33,7 +32,10 @@ class Shape(NamedTuple):
     scale: int
 
 
-SHAPES = {"mobilefacenet": Shape((1, 4, 6, 2), 2), "mobilefacenet_large": Shape((2, 8, 12, 4), 4)}
+SHAPES = {
+    "mobilefacenet": Shape((1, 4, 6, 2), 2),  # 2.06 M parameters at 112x112 and D = 512
+    "mobilefacenet_large": Shape((2, 8, 12, 4), 4),  # twice as wide and as deep
+}
 LAST_CHANNELS = 512
 PROJECTION_GAIN = 8.0  # initial norm of the rows of the last linear layer
 
@@ -141,9 +143,6 @@ class MobileFaceNet(Backbone):
             nn.Linear(LAST_CHANNELS, embedding_dim, bias=False),
             nn.BatchNorm1d(embedding_dim),
         )
-        self._initialize()
-
-    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -158,7 +157,8 @@ class MobileFaceNet(Backbone):
         """(B, 3, H, W) -> (B, D); ``conv_sep`` and ``features`` run in fp32 even under autocast."""
         for layer in self.layers:
             x = layer(x)
-        return in_full_precision(self._embed, x, self.conv_sep.layers[0].weight.dtype)  # type: ignore[arg-type]
+        dtype = cast(nn.Conv2d, self.conv_sep.layers[0]).weight.dtype
+        return in_full_precision(x, dtype, self.conv_sep, self.features)
 
     def segments(self) -> list[Segment]:
         """Return the inverted residuals, and the convolutions before them."""
@@ -167,9 +167,6 @@ class MobileFaceNet(Backbone):
         ]
         blocks = [module for module in self.layers.modules() if isinstance(module, InvertedResidual)]
         return [Segment(module) for module in (*first, *blocks)]
-
-    def _embed(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.features(self.conv_sep(x)))
 
 
 def _linear_convolution(
@@ -188,11 +185,8 @@ def _linear_convolution(
     return Layers(convolution, nn.BatchNorm2d(channels))
 
 
-def _convolution(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
-) -> Layers:
-    linear = _linear_convolution(channels_in, channels, kernel, stride=stride, padding=padding, groups=groups)
-    return Layers(*linear.layers, PReLU(channels))
+def _convolution(channels_in: int, channels: int, kernel: int, **options: int) -> Layers:
+    return Layers(*_linear_convolution(channels_in, channels, kernel, **options).layers, PReLU(channels))
 
 
 def _residuals(channels: int, hidden: int, count: int) -> Layers:
@@ -200,7 +194,6 @@ def _residuals(channels: int, hidden: int, count: int) -> Layers:
     return Layers(*blocks)
 
 
-@register_inference("conv_sep.layers.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     scale = state["layers.0.layers.0.weight"].shape[0] // 64
     blocks = count_blocks(state, r"layers\.3\.layers\.(\d+)\.")
@@ -209,13 +202,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, embedding_dim, 16 * state["features.layers.0.layers.0.weight"].shape[-1], {})
 
 
-@register
-def mobilefacenet(embedding_dim: int, image_size: ImageSize) -> Backbone:
-    """2.06 M parameters at 112x112 and D = 512."""
-    return MobileFaceNet("mobilefacenet", embedding_dim, image_size)
-
-
-@register
-def mobilefacenet_large(embedding_dim: int, image_size: ImageSize) -> Backbone:
-    """Twice as wide and as deep."""
-    return MobileFaceNet("mobilefacenet_large", embedding_dim, image_size)
+register_family(MobileFaceNet, SHAPES, _infer, ("conv_sep.layers.0.weight",))

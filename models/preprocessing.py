@@ -7,7 +7,7 @@ apply it, so that weights always see the pixels that they were trained on.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -94,13 +94,7 @@ class Preprocessing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contract as a file holds it in JSON."""
-        return {
-            "image_size": self.image_size,
-            "mean": self.mean,
-            "std": self.std,
-            "interpolation": self.interpolation,
-            "channels": "RGB",
-        }
+        return {**asdict(self), "channels": "RGB"}
 
     def metadata(self) -> dict[str, str]:
         """Return it for metadata of texts alone: numbers and lists of them as JSON."""

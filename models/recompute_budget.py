@@ -133,11 +133,8 @@ class ActivationProfile:
 
     def peak(self, recomputed: frozenset[int]) -> int:
         """The most bytes in a pass that recomputes the segments of these indices, weights' gradients left out."""
-        held = dict(self.outside)
-        for index, (saved, inputs) in enumerate(zip(self.saved, self.inputs, strict=True)):
-            for key in inputs if index in recomputed else saved:
-                held[key] = min(held.get(key, index + 1), index + 1)
-        below = list(accumulate(sum(self.sizes[key] for key in keys) for keys in _by_place(held, len(self.saved))))
+        held = self._held(recomputed)
+        below = self._bytes_below(held)
         highest = below[-1] + self.tail
         for index, saved in enumerate(self.saved):
             rebuilt = 0
@@ -145,6 +142,28 @@ class ActivationProfile:
                 rebuilt = sum(self.sizes[key] for key in saved if held.get(key, index + 2) > index + 1)
             highest = max(highest, below[index + 1] + rebuilt + self.transient[index])
         return highest
+
+    def close(self, peaks: Sequence[int]) -> None:
+        """Set what the passes hold besides; ``peaks``: the most bytes of the forward pass, and behind each segment."""
+        tail, *behind = peaks
+        below = self._bytes_below(self._held(frozenset()))
+        self.tail = tail - below[-1]
+        self.transient = [peak - held for peak, held in zip(reversed(behind), below[1:], strict=True)]
+
+    def _held(self, recomputed: frozenset[int]) -> dict[int, int]:
+        """The first place at which each storage is kept, by its key."""
+        held = dict(self.outside)
+        for index, (saved, inputs) in enumerate(zip(self.saved, self.inputs, strict=True)):
+            for key in inputs if index in recomputed else saved:
+                held[key] = min(held.get(key, index + 1), index + 1)
+        return held
+
+    def _bytes_below(self, held: dict[int, int]) -> list[int]:
+        """The bytes that are kept at each place and before."""
+        added = [0] * (len(self.saved) + 1)
+        for key, place in held.items():
+            added[place] += self.sizes[key]
+        return list(accumulate(added))
 
 
 def measure(
@@ -167,7 +186,7 @@ def measure(
     fake.train()
     for parameter in fake.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     with mode, LiveBytes(fake) as ledger:
         recorder = _Recorder(fake, ledger)
         for index, segment in enumerate(copies):
@@ -179,7 +198,8 @@ def measure(
             del x
             embeddings = embeddings.float()
         embeddings.backward(torch.empty_like(embeddings))
-    return recorder.profile()
+    recorder.profile.close([*recorder.peaks, ledger.peak])
+    return recorder.profile
 
 
 def choose(profile: ActivationProfile, share: float, name: str) -> list[int]:
@@ -218,16 +238,16 @@ class _Recorder:
 
     def __init__(self, known: nn.Module, ledger: LiveBytes) -> None:
         self._ledger = ledger
-        self._profile = ActivationProfile()
+        self.profile = ActivationProfile()
         self._keys: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._known = {self._key(tensor) for tensor in (*known.parameters(), *known.buffers())}
         self._running: int | None = None
         self._flops_before = 0
-        self._peaks: list[int] = []  # up to the gradient of the last segment's output, of the one before, ...
+        self.peaks: list[int] = []  # up to the gradient of the last segment's output, of the one before, ...
 
     def run(self, index: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run segment ``index``, which is ``function``."""
-        profile = self._profile
+        profile = self.profile
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         profile.inputs.append({self._key(tensor) for tensor in tensors} - self._known)
         profile.saved.append({})
@@ -240,7 +260,7 @@ class _Recorder:
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd keeps."""
-        key, profile = self._key(tensor), self._profile
+        key, profile = self._key(tensor), self.profile
         if key in self._known:
             return tensor
         if self._running is None:
@@ -250,39 +270,13 @@ class _Recorder:
             profile.flops[self._running] = self._ledger.flops - self._flops_before
         return tensor
 
-    def profile(self) -> ActivationProfile:
-        """The profile, once the backward pass is over."""
-        profile = self._profile
-        kept = dict(profile.outside)
-        for index, saved in enumerate(profile.saved):
-            for key in saved:
-                kept.setdefault(key, index + 1)
-                kept[key] = min(kept[key], index + 1)
-        sizes = (sum(profile.sizes[key] for key in keys) for keys in _by_place(kept, len(profile.saved)))
-        below = list(accumulate(sizes))
-        tail, *peaks = [*self._peaks, self._ledger.peak]
-        profile.tail = tail - below[-1]
-        profile.transient = [peak - held for peak, held in zip(reversed(peaks), below[1:], strict=True)]
-        return profile
-
     def _enter_backward(self, _: Tensor) -> None:
-        self._peaks.append(self._ledger.peak)
+        self.peaks.append(self._ledger.peak)
         self._ledger.peak = self._ledger.live
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         if storage not in self._keys:
-            self._keys[storage] = len(self._profile.sizes)
-            self._profile.sizes[self._keys[storage]] = storage.nbytes()
+            self._keys[storage] = len(self.profile.sizes)
+            self.profile.sizes[self._keys[storage]] = storage.nbytes()
         return self._keys[storage]
-
-
-def _by_place(held: dict[int, int], segments: int) -> list[list[int]]:
-    places: list[list[int]] = [[] for _ in range(segments + 1)]
-    for key, place in held.items():
-        places[place].append(key)
-    return places
-
-
-def _forget_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

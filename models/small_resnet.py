@@ -14,10 +14,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from plsc.models.backbone import Architecture, Backbone, in_full_precision, positions, register, register_inference
+from plsc.models.backbone import (
+    Architecture,
+    Backbone,
+    in_full_precision,
+    positions,
+    register_family,
+)
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
 
+# 0.9 M and 1.5 M parameters at 48x48 and D = 128; the quickstart's has four fifths of the other's arithmetic.
+NAMES = ("resnet7", "resnet8")
 WIDTHS = (32, 64, 128, 256)
 
 
@@ -39,15 +47,15 @@ class SmallResNet(Backbone):
     """Stem, three blocks, one linear layer over all positions, batch normalisation.
 
     Args:
-        depth: layers, 8 or 7.
+        name: one of :data:`NAMES`.
         embedding_dim: D.
         image_size: side in pixels, or (height, width).
     """
 
-    def __init__(self, depth: int, embedding_dim: int, image_size: ImageSize) -> None:
-        super().__init__(f"resnet{depth}", embedding_dim, image_size)
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
+        super().__init__(name, embedding_dim, image_size)
         self.stem = nn.Sequential(*_convolution(3, WIDTHS[0], 3, stride=2), nn.ReLU())
-        blocks = [StridedBlock(a, b, single=depth == 7 and b == WIDTHS[-1]) for a, b in pairwise(WIDTHS)]
+        blocks = [StridedBlock(a, b, single=name == "resnet7" and b == WIDTHS[-1]) for a, b in pairwise(WIDTHS)]
         self.blocks = nn.Sequential(*blocks)
         self.embed = nn.Sequential(
             nn.Flatten(),
@@ -58,14 +66,11 @@ class SmallResNet(Backbone):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, D); the linear layer runs in fp32 even under autocast."""
         x = self.blocks(self.stem(x))
-        return in_full_precision(self._embed, x, cast(nn.Linear, self.embed[1]).weight.dtype)
+        return in_full_precision(x, cast(nn.Linear, self.embed[1]).weight.dtype, self.embed)
 
     def segments(self) -> list[Segment]:
         """Return the stem and the blocks."""
         return [Segment(self.stem), *super().segments()]
-
-    def _embed(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.embed(x))
 
 
 def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 1) -> tuple[nn.Module, nn.Module]:
@@ -73,20 +78,10 @@ def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 
     return convolution, nn.BatchNorm2d(channels)
 
 
-@register_inference("blocks.0.residual.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     embedding_dim, flat = state["embed.1.weight"].shape
     name = "resnet8" if "blocks.2.residual.3.weight" in state else "resnet7"
     return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
-@register
-def resnet7(embedding_dim: int, image_size: ImageSize) -> Backbone:
-    """0.9 M parameters at 48x48 and D = 128, and four fifths of ResNet-8's arithmetic: the quickstart's."""
-    return SmallResNet(7, embedding_dim, image_size)
-
-
-@register
-def resnet8(embedding_dim: int, image_size: ImageSize) -> Backbone:
-    """1.5 M parameters at 48x48 and D = 128: for small images and for trying things out."""
-    return SmallResNet(8, embedding_dim, image_size)
+register_family(SmallResNet, NAMES, _infer, ("blocks.0.residual.0.weight",))

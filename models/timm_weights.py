@@ -8,11 +8,10 @@ state_dict alone has none of it; then timm's own registry says what the weights 
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,11 +31,9 @@ FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 _GIVEN = ("num_classes", "in_chans", "img_size")
 
 
-@dataclass(frozen=True)
-class SnapshotConfig:
-    """Content of a ``config.json``: timm's name of the model, what its weights expect, and its arguments."""
+class SnapshotConfig(NamedTuple):
+    """Content of a ``config.json``: what the weights expect, and the model's arguments."""
 
-    architecture: str
     pretrained_cfg: Mapping[str, Any]
     model_args: Mapping[str, Any]
 
@@ -101,11 +98,11 @@ def _why_no_hub() -> str | None:
     return None
 
 
-def snapshot_config(file: Path) -> SnapshotConfig | None:
+def snapshot_config(file: Path, name: str | None = None) -> SnapshotConfig | None:
     """Read the ``config.json`` beside a file of weights; None where there is none, or it is not timm's.
 
     Raises:
-        DataError: it is broken.
+        DataError: it is broken, or of another architecture than the backbone ``name``'s.
     """
     path = file.with_name(CONFIG)
     if not path.is_file():
@@ -116,11 +113,15 @@ def snapshot_config(file: Path) -> SnapshotConfig | None:
         raise DataError(f"{path} is no JSON: {first_line(error)}; use another copy") from None
     if not isinstance(content, dict) or "architecture" not in content:
         return None
+    found_name = str(content["architecture"])
     pretrained_cfg = content.get("pretrained_cfg", content)  # timm's older files have all in one
     model_args = content.get("model_args") or {}
     if not isinstance(pretrained_cfg, dict) or not isinstance(model_args, dict):
         raise DataError(f"{path} is no config of timm: pretrained_cfg and model_args are tables; use another copy")
-    return SnapshotConfig(str(content["architecture"]), pretrained_cfg, model_args)
+    wanted, found = (text.removeprefix(TIMM_PREFIX).partition(".")[0] for text in (name or found_name, found_name))
+    if wanted != found:
+        raise DataError(f'{file} holds {found}, and the backbone is {name}; give backbone = "{TIMM_PREFIX}{found}"')
+    return SnapshotConfig(pretrained_cfg, model_args)
 
 
 def model_options(file: Path) -> dict[str, Any]:
@@ -145,9 +146,8 @@ def timm_preprocessing(name: str, file: Path) -> Preprocessing:
     import timm
     from timm.data import resolve_data_config
 
-    config = snapshot_config(file)
+    config = snapshot_config(file, name)
     if config is not None:
-        _check_architecture(name, config, file)
         pretrained_cfg = dict(config.pretrained_cfg)
     else:
         registered = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
@@ -177,15 +177,14 @@ def trunk_state(backbone: TimmBackbone, state: Mapping[str, Tensor], file: Path)
     Raises:
         DataError: the weights are of another architecture, or timm's conversion fails.
     """
-    config = snapshot_config(file)
-    if config is not None:
-        _check_architecture(backbone.name, config, file)
+    snapshot_config(file, backbone.name)
     trunk = backbone.trunk
     own = {key: tensor.shape for key, tensor in trunk.state_dict().items()}
     found = _without_classifier(state, trunk, own)
     if {key: tensor.shape for key, tensor in found.items()} == own:
         return found
-    convert = _conversion(trunk)
+    # timm's name for it in the module of every family
+    convert = getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)
     if convert is None:
         return found
     try:
@@ -197,19 +196,8 @@ def trunk_state(backbone: TimmBackbone, state: Mapping[str, Tensor], file: Path)
         ) from None
 
 
-def _check_architecture(name: str, config: SnapshotConfig, file: Path) -> None:
-    wanted, found = (text.removeprefix(TIMM_PREFIX).partition(".")[0] for text in (name, config.architecture))
-    if wanted != found:
-        raise DataError(f'{file} holds {found}, and the backbone is {name}; give backbone = "{TIMM_PREFIX}{found}"')
-
-
 def _without_classifier(state: Mapping[str, Tensor], trunk: Any, own: Mapping[str, Any]) -> dict[str, Tensor]:
     classifier = trunk.pretrained_cfg.get("classifier") or ()
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     prefixes = tuple(f"{name}." for name in names)
     return {key: tensor for key, tensor in state.items() if key in own or not key.startswith(prefixes)}
-
-
-def _conversion(trunk: Any) -> Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None:
-    """Return the ``checkpoint_filter_fn`` of the trunk's module, timm's name for it in every family; None without."""
-    return getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)

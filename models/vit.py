@@ -15,29 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.models.backbone import (
-    Architecture,
-    Backbone,
-    count_blocks,
-    in_full_precision,
-    register,
-    register_inference,
-)
+from plsc.models.backbone import Architecture, Backbone, count_blocks, in_full_precision, register_family
 from plsc.models.preprocessing import ImageSize, height_and_width
 
 
 class Shape(NamedTuple):
-    """Width of a token, and the number of blocks."""
+    """Width of a token, the number of blocks, and the default of ``mask_ratio``."""
 
     dim: int
     depth: int
+    mask_ratio: float = 0.0
 
 
 SHAPES = {
     "vit_tiny": Shape(256, 12),
     "vit_small": Shape(512, 12),
-    "vit_base": Shape(512, 24),
-    "vit_large": Shape(768, 24),
+    "vit_base": Shape(512, 24, 0.05),
+    "vit_large": Shape(768, 24, 0.05),
 }
 HEADS = 8
 MLP_RATIO = 4
@@ -119,7 +113,16 @@ class Block(nn.Module):
 
 
 class VisionTransformer(Backbone):
-    """Patches, ``SHAPES[name].depth`` blocks, and a linear layer over all tokens."""
+    """Patches, ``SHAPES[name].depth`` blocks, and a linear layer over all tokens.
+
+    Args:
+        name: of its shape.
+        embedding_dim: D.
+        image_size: side in pixels, or (height, width).
+        drop_path: probability of dropping the last block's branches in training, from 0 at the first one's up.
+        mask_ratio: share of the patches that training drops; None: that of the shape.
+        patch_size: in pixels; None: :func:`default_patch`.
+    """
 
     # by their use, so that the ranks of a pipeline hold what they need
     embedding = ("pos_embed", "patch_embed")
@@ -130,18 +133,21 @@ class VisionTransformer(Backbone):
         name: str,
         embedding_dim: int,
         image_size: ImageSize,
-        drop_path: float,
-        mask_ratio: float,
-        patch_size: int | None,
+        *,
+        drop_path: float = 0.05,
+        mask_ratio: float | None = None,
+        patch_size: int | None = None,
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
-        _check_rate("drop_path", drop_path)
-        _check_rate("mask_ratio", mask_ratio)
+        dim, depth, default_ratio = SHAPES[name]
+        mask_ratio = default_ratio if mask_ratio is None else mask_ratio
+        for option, rate in (("drop_path", drop_path), ("mask_ratio", mask_ratio)):
+            if not 0.0 <= rate < 1.0:
+                raise UsageError(f"{option} is {rate}; it has to be at least 0 and less than 1")
         patch = default_patch(image_size) if patch_size is None else patch_size
         height, width = height_and_width(image_size)
         if not 1 <= patch <= min(height, width):
             raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({min(height, width)})")
-        dim, depth = SHAPES[name]
         tokens = (height // patch) * (width // patch)
         self.dim, self.tokens = dim, tokens
         self.mask_ratio = mask_ratio
@@ -157,9 +163,6 @@ class VisionTransformer(Backbone):
             nn.Linear(dim, embedding_dim, bias=False),
             nn.BatchNorm1d(embedding_dim, eps=2e-5),
         )
-        self._initialize()
-
-    def _initialize(self) -> None:
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
         for module in self.modules():
@@ -185,10 +188,10 @@ class VisionTransformer(Backbone):
 
     def project(self, x: Tensor, kept: Tensor | None) -> Tensor:
         """Return embeddings (B, D) of the last block's tokens (B, n, dim); ``kept`` as :meth:`embed` returned it."""
-        x = in_full_precision(self.norm, x, self.norm.weight.dtype)
+        x = in_full_precision(x, self.norm.weight.dtype, self.norm)
         if kept is not None:
             x = self._with_mask_tokens(x, kept)
-        return in_full_precision(self.feature, x.flatten(1), self.norm.weight.dtype)
+        return in_full_precision(x.flatten(1), self.norm.weight.dtype, self.feature)
 
     @property
     def drops_patches(self) -> bool:
@@ -216,16 +219,10 @@ def default_patch(image_size: ImageSize) -> int:
     return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
 
 
-def _check_rate(name: str, rate: float) -> None:
-    if not 0.0 <= rate < 1.0:
-        raise UsageError(f"{name} is {rate}; it has to be at least 0 and less than 1")
-
-
-@register_inference("patch_embed.proj.weight", "feature.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     dim, _, patch, _ = state["patch_embed.proj.weight"].shape
-    shape = Shape(dim, count_blocks(state, r"blocks\.(\d+)\."))
-    name = next(name for name, known in SHAPES.items() if known == shape)
+    shape = dim, count_blocks(state, r"blocks\.(\d+)\.")
+    name = next(name for name, known in SHAPES.items() if known[:2] == shape)
     side = math.isqrt(state["pos_embed"].shape[1])
     # The sizes whose whole patches number side x side; only multiples of 16 are valid sizes.
     image_size = next(size for size in range(side * patch, (side + 1) * patch) if size % 16 == 0)
@@ -233,53 +230,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, state["feature.2.weight"].shape[0], image_size, options)
 
 
-@register
-def vit_tiny(
-    embedding_dim: int,
-    image_size: ImageSize,
-    *,
-    drop_path: float = 0.05,
-    mask_ratio: float = 0.0,
-    patch_size: int | None = None,
-) -> Backbone:
-    """12 blocks of width 256."""
-    return VisionTransformer("vit_tiny", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
-
-
-@register
-def vit_small(
-    embedding_dim: int,
-    image_size: ImageSize,
-    *,
-    drop_path: float = 0.05,
-    mask_ratio: float = 0.0,
-    patch_size: int | None = None,
-) -> Backbone:
-    """12 blocks of width 512."""
-    return VisionTransformer("vit_small", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
-
-
-@register
-def vit_base(
-    embedding_dim: int,
-    image_size: ImageSize,
-    *,
-    drop_path: float = 0.05,
-    mask_ratio: float = 0.05,
-    patch_size: int | None = None,
-) -> Backbone:
-    """24 blocks of width 512."""
-    return VisionTransformer("vit_base", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
-
-
-@register
-def vit_large(
-    embedding_dim: int,
-    image_size: ImageSize,
-    *,
-    drop_path: float = 0.05,
-    mask_ratio: float = 0.05,
-    patch_size: int | None = None,
-) -> Backbone:
-    """24 blocks of width 768."""
-    return VisionTransformer("vit_large", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
+register_family(VisionTransformer, SHAPES, _infer, ("patch_embed.proj.weight", "feature.0.weight"))

@@ -17,16 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write, pinned
+from plsc.models import timm_weights
 from plsc.models.backbone import Architecture, Backbone, infer
 from plsc.models.preprocessing import Preprocessing, image_size
-from plsc.models.timm_weights import (
-    FETCHING,
-    is_timms_own,
-    model_options,
-    timm_preprocessing,
-    trunk_state,
-    weights_file,
-)
 from plsc.models.torch_files import archive_names, check_tensors, check_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 from plsc.signing import MODEL, open_signed
@@ -108,14 +101,14 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
         UsageError: there is no such file.
         DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
     """
-    path = weights_file(source)
+    path = timm_weights.weights_file(source)
     state, metadata = read_state(path)
     backbone = unwrapped(model)
     contract = _brought(backbone.name, state, metadata, path)
     if not isinstance(backbone, RotationTTA):
         state = _without_prefixes(state, (ROTATION_KEYS,))
-    if isinstance(backbone, TimmBackbone) and is_timms_own(state):
-        _assign(backbone.trunk, trunk_state(backbone, state, path), path)
+    if isinstance(backbone, TimmBackbone) and timm_weights.is_timms_own(state):
+        _assign(backbone.trunk, timm_weights.trunk_state(backbone, state, path), path)
     else:
         _assign(backbone, state, path)
     if contract is not None:
@@ -127,7 +120,9 @@ def weights_options(name: str, source: str | Path) -> dict[str, Any]:
 
     A snapshot of timm's model holds the arguments that it was built with; other weights fit the default options.
     """
-    return model_options(weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
+    return (
+        timm_weights.model_options(timm_weights.weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
+    )
 
 
 def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None:
@@ -135,9 +130,8 @@ def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None
 
     Raises as :func:`load_weights` does.
     """
-    path = weights_file(source)
-    state, metadata = read_state(path)
-    return _brought(name, state, metadata, path)
+    path = timm_weights.weights_file(source)
+    return _brought(name, *read_state(path), path)
 
 
 def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
@@ -146,8 +140,8 @@ def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
 
 
 def _brought(name: str, state: dict[str, Tensor], metadata: dict[str, str], path: Path) -> Preprocessing | None:
-    if name.startswith(TIMM_PREFIX) and is_timms_own(state):
-        return timm_preprocessing(name, path)
+    if name.startswith(TIMM_PREFIX) and timm_weights.is_timms_own(state):
+        return timm_weights.timm_preprocessing(name, path)
     return _contract(metadata, path)
 
 
@@ -155,9 +149,15 @@ def _contract(metadata: dict[str, str], path: Path) -> Preprocessing | None:
     """Read the contract from a file's metadata; None where they are not plsc's."""
     if metadata.get("format") != FORMAT:
         return None
-    try:
+    with _metadata_errors(path):
         return Preprocessing.from_metadata(metadata)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+
+
+@contextmanager
+def _metadata_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
 
 
@@ -168,9 +168,8 @@ def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dic
     if path.suffix == ".onnx":
         raise UsageError(f"{path} is an ONNX model, which can only embed; name a .safetensors or .pt file")
     with path.open("rb") if own else open_signed(path, MODEL) as file:
-        state, metadata = (
-            _read_safetensors(file, path) if path.suffix == ".safetensors" else (_read_torch(file, path), {})
-        )
+        is_safe = path.suffix == ".safetensors"
+        state, metadata = _read_safetensors(file, path) if is_safe else (_read_torch(file, path), {})
     if not state:
         raise DataError(f"{path} holds no tensors")
     return _without_prefixes(state), metadata
@@ -219,8 +218,7 @@ def _read_torch(file: BinaryIO, path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
         if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
             raise
-        reason = str(error).partition("\n")[0][:200]
-        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
+        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {first_line(error)}") from None
     tensors = _tensors(loaded, path)
     check_tensors(tensors, path)
     return tensors
@@ -253,18 +251,14 @@ def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
         raise DataError(f"{path} has the format {metadata['format']!r}; this version reads {FORMAT!r}")
     if not _PLAIN_NAME.fullmatch(metadata["name"]):
         raise DataError(f"{path} names a model {metadata['name'][:80]!r}, which is none; use another copy")
-    try:
-        options = {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING}
+    with _metadata_errors(path):
+        options = {
+            key: value for key, value in json.loads(metadata["options"]).items() if key not in timm_weights.FETCHING
+        }
         if any(isinstance(value, int) and value > _LARGEST_OPTION for value in options.values()):
             raise ValueError(f"an option above {_LARGEST_OPTION:,}")
-        return Architecture(
-            metadata["name"],
-            int(metadata["embedding_dim"]),
-            image_size(json.loads(metadata["image_size"])),
-            options,
-        )
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
+        size = image_size(json.loads(metadata["image_size"]))
+        return Architecture(metadata["name"], int(metadata["embedding_dim"]), size, options)
 
 
 def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
@@ -317,21 +311,13 @@ def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
 
 def _check_fit(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     own = model.state_dict()
-    _refuse("lacks", [key for key in own if key not in state], path)
-    _refuse("has unexpected", [key for key in state if key not in own], path)
-    _refuse(
-        "has other shapes in",
-        [
-            f"{key} {tuple(state[key].shape)} instead of {tuple(tensor.shape)}"
-            for key, tensor in own.items()
-            if tensor.shape != state[key].shape
-        ],
-        path,
-    )
-
-
-def _refuse(problem: str, keys: Iterable[str], path: Path) -> None:
-    keys = list(keys)
-    if keys:
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        raise DataError(f"{path} does not fit the model: it {problem} {', '.join(keys[:3])}{more}")
+    others = [(key, state[key].shape, own[key].shape) for key in own if key in state]
+    problems = {
+        "lacks": [key for key in own if key not in state],
+        "has unexpected": [key for key in state if key not in own],
+        "has other shapes in": [f"{key} {tuple(a)} instead of {tuple(b)}" for key, a, b in others if a != b],
+    }
+    for problem, keys in problems.items():
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise DataError(f"{path} does not fit the model: it {problem} {', '.join(keys[:3])}{more}")

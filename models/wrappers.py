@@ -1,19 +1,13 @@
 """Backbones around other networks: any model of timm (``timm:NAME``), and rotation test-time augmentation."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError, first_line
-from plsc.models.backbone import (
-    Backbone,
-    Builder,
-    create,
-    in_full_precision,
-    register_prefix,
-)
+from plsc.models.backbone import Backbone, Builder, create, in_full_precision, register_prefix
 from plsc.models.preprocessing import ImageSize, check_square, size_text
 from plsc.nearest import did_you_mean
 
@@ -26,13 +20,7 @@ ROTATIONS = 4
 class TimmBackbone(Backbone):
     """A model of timm without its classifier (``trunk``), then a linear layer and batch normalisation."""
 
-    def __init__(
-        self,
-        name: str,
-        embedding_dim: int,
-        image_size: ImageSize,
-        options: dict[str, Any],
-    ) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.trunk = _create_trunk(name, image_size, options)
         self.fc = nn.Linear(int(self.trunk.head_hidden_size), embedding_dim, bias=False)
@@ -40,13 +28,9 @@ class TimmBackbone(Backbone):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
-        return in_full_precision(self._embed, self.trunk(x), self.fc.weight.dtype)
-
-    def _embed(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.features(self.fc(x)))
+        return in_full_precision(self.trunk(x), self.fc.weight.dtype, self.fc, self.features)
 
 
-@register_prefix(TIMM_PREFIX)
 def timm_builder(name: str) -> Builder:
     """Return the builder of timm's ``name``; :class:`UsageError` with the nearest name if timm has none."""
     import timm
@@ -54,11 +38,7 @@ def timm_builder(name: str) -> Builder:
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models())
         raise UsageError(f"timm has no model {name!r}{hint}; timm.list_models() lists them all")
-    return partial(_build_timm, f"{TIMM_PREFIX}{name}")
-
-
-def _build_timm(name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> Backbone:
-    return TimmBackbone(name, embedding_dim, image_size, options)
+    return partial(TimmBackbone, f"{TIMM_PREFIX}{name}")
 
 
 def _create_trunk(name: str, image_size: ImageSize, options: dict[str, Any]) -> Any:
@@ -104,12 +84,6 @@ class RotationTTA(Backbone):
         return torch.cat([self.upright(view) for view in views], dim=1)
 
 
-@register_prefix(ROTATION_PREFIX)
-def rotation_builder(name: str) -> Builder:
-    """Return the builder of rotation TTA over the backbone ``name``."""
-    return partial(_build_rotation, name)
-
-
 def _build_rotation(name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> Backbone:
     if embedding_dim % ROTATIONS:
         raise UsageError(
@@ -117,3 +91,7 @@ def _build_rotation(name: str, embedding_dim: int, image_size: ImageSize, **opti
             f"so it has to be a multiple of {ROTATIONS}"
         )
     return RotationTTA(create(name, embedding_dim=embedding_dim // ROTATIONS, image_size=image_size, **options))
+
+
+register_prefix(TIMM_PREFIX, timm_builder)
+register_prefix(ROTATION_PREFIX, lambda name: partial(_build_rotation, name))

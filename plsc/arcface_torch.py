@@ -23,109 +23,108 @@ class Counterpart(NamedTuple):
     note: str = ""
 
 
-_WANDB = Counterpart("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log hold what a tracking service would show")
+def _table(rows: Mapping[str, str | tuple[str, str]]) -> Mapping[str, Counterpart]:
+    return {name: Counterpart(*((row,) if isinstance(row, str) else row)) for name, row in rows.items()}
 
-KEYS: Mapping[str, Counterpart] = {
-    "network": Counterpart("backbone", '"r50" is "iresnet50", "mbf" "mobilefacenet", "vit_b" "vit_base"'),
-    "embedding_size": Counterpart("embedding_dim"),
-    "fp16": Counterpart('precision = "fp16"', '"auto", the default, takes bf16 where it can; False is "fp32"'),
-    "rec": Counterpart("data.train", "the folder with train.rec and train.idx, or train.rec itself"),
-    "num_classes": Counterpart("", "counted from the data"),
-    "num_image": Counterpart("", "counted from the data"),
-    "batch_size": Counterpart("data.batch_size", "per rank, as there"),
-    "num_workers": Counterpart("data.workers"),
-    "margin_list": Counterpart(
-        'head.margin = "combined"',
-        'with head.m1, m2 and m3; (1, m, 0) is "arcface" and (1, 0, m) "cosface", both with head.m',
-    ),
-    "loss": Counterpart("head.margin", '"arcface" or "cosface"'),
-    "sample_rate": Counterpart("head.sample_rate"),
-    "interclass_filtering_threshold": Counterpart(
-        "", "against wrong labels there are sub-centres (head.centers = 3) and sampling (head.sample_rate)"
-    ),
-    "optimizer": Counterpart("optim.name", '"sgd" or "adamw", which the head takes as well'),
-    "lr": Counterpart("optim.lr"),
-    "momentum": Counterpart("optim.momentum"),
-    "weight_decay": Counterpart("optim.weight_decay"),
-    "num_epoch": Counterpart("epochs"),
-    "warmup_epoch": Counterpart("optim.warmup_epochs"),
-    "gradient_acc": Counterpart(
-        "optim.accumulate", "a step here is one update; there the schedule counts micro-batches"
-    ),
-    "seed": Counterpart("seed"),
-    "val_targets": Counterpart("eval.sets", 'paths, as in ["ms1m/lfw.bin"]; the names of the files next to .rec'),
-    "verbose": Counterpart("eval.every_steps"),
-    "frequent": Counterpart("log.every_steps"),
-    "output": Counterpart("--out RUN", "an option of plsc train, not a key"),
-    "resume": Counterpart("--resume auto", "an option of plsc train, not a key; any number of ranks goes on"),
-    "save_all_states": Counterpart("checkpoint.every_steps", "checkpoints always hold everything"),
-    "dali": Counterpart(
-        "", "images are decoded by data.workers processes per rank, whose order needs no shuffled .rec"
-    ),
-    "dali_aug": Counterpart('data.augment = "standard"', "a set of augmentations of its own"),
-    "using_wandb": _WANDB,
-    "wandb_key": _WANDB,
-    "wandb_entity": _WANDB,
-    "wandb_project": _WANDB,
-    "wandb_log_all": _WANDB,
-    "wandb_resume": _WANDB,
-    "suffix_run_name": _WANDB,
-    "notes": _WANDB,
-    "save_artifacts": _WANDB,
-    "local_rank": Counterpart("--nproc N", "an option of plsc train; under torchrun neither is needed"),
-}
 
-BACKBONES: Mapping[str, Counterpart] = {
-    "r18": Counterpart("iresnet18"),
-    "r34": Counterpart("iresnet34"),
-    "r50": Counterpart("iresnet50"),
-    "r100": Counterpart("iresnet100"),
-    "r200": Counterpart("iresnet200"),
-    "r2060": Counterpart("", "none of its recipes uses it"),
-    "mbf": Counterpart("mobilefacenet"),
-    "mbf_large": Counterpart("mobilefacenet_large"),
-    "vit_t": Counterpart("vit_tiny", "with the rates of vit_t_dp005_mask0"),
-    "vit_t_dp005_mask0": Counterpart("vit_tiny"),
-    "vit_s": Counterpart("vit_small", "with the rates of vit_s_dp005_mask_0"),
-    "vit_s_dp005_mask_0": Counterpart("vit_small"),
-    "vit_b": Counterpart("vit_base", "with the rates of vit_b_dp005_mask_005"),
-    "vit_b_dp005_mask_005": Counterpart("vit_base"),
-    "vit_l_dp005_mask_005": Counterpart("vit_large"),
-    "vit_h": Counterpart("", "its recipe has no published result; timm:NAME offers larger ViTs"),
-}
+_WANDB = ("using_wandb", "wandb_key", "wandb_entity", "wandb_project", "wandb_log_all", "wandb_resume")
+_TRACKING = (*_WANDB, "suffix_run_name", "notes", "save_artifacts")
+_NO_TRACKING = ("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log hold what a tracking service would show")
 
-FILES: Mapping[str, Counterpart] = {
-    "configs/NAME.py": Counterpart("NAME.toml", "plsc train NAME.py --as-toml prints it as TOML"),
-    "train.rec, train.idx, property": Counterpart("data.train", "the same files"),
-    "lfw.bin, cfp_fp.bin, agedb_30.bin": Counterpart("eval.sets", "the same files"),
-    "work_dirs/NAME": Counterpart("runs/NAME"),
-    "training.log": Counterpart("RUN/train.log"),
-    "tensorboard/": Counterpart("RUN/tensorboard/"),
-    "model.pt, backbone.pth": Counterpart(
-        "RUN/model.safetensors", 'init_weights = "model.pt" reads theirs; plsc export --format insightface writes it'
-    ),
-    "checkpoint_gpu_RANK.pt": Counterpart(
-        "RUN/checkpoints/step-XXXXXXXX/", "for any number of ranks; theirs is not read"
-    ),
-    "rank_RANK_softmax_weight.pt": Counterpart("", "class centres are not read; the head starts from scratch"),
-    "train.lst": Counterpart("", "plsc data convert FOLDER train.rec needs none"),
-}
-
-COMMANDS: Mapping[str, Counterpart] = {
-    "python train_v2.py configs/NAME": Counterpart("plsc train NAME.toml"),
-    "torchrun --nproc_per_node=8 train_v2.py configs/NAME": Counterpart("plsc train NAME.toml --nproc 8"),
-    "torchrun --nnodes=2 --node_rank=0 --master_addr=IP … train_v2.py configs/NAME": Counterpart(
-        "plsc train NAME.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr IP",
-        "or torchrun … --no-python plsc train NAME.toml",
-    ),
-    "python eval/verification.py": Counterpart("plsc eval RUN --pairs lfw.bin"),
-    "python eval_ijbc.py, onnx_ijbc.py": Counterpart("plsc eval RUN|model.onnx --ijb IJBC"),
-    "python torch2onnx.py model.pt": Counterpart("plsc export RUN --format onnx --out model.onnx"),
-    "python inference.py": Counterpart("plsc embed RUN --data FOLDER --out EMB"),
-    "python -m mxnet.tools.im2rec": Counterpart("plsc data convert FOLDER train.rec"),
-    "python scripts/shuffle_rec.py": Counterpart("", "every epoch is permuted again, whatever the file's order"),
-    "python flops.py": Counterpart("plsc plan NAME.toml", "memory and time of a step"),
-}
+KEYS = _table(
+    {
+        "network": ("backbone", '"r50" is "iresnet50", "mbf" "mobilefacenet", "vit_b" "vit_base"'),
+        "embedding_size": "embedding_dim",
+        "fp16": ('precision = "fp16"', '"auto", the default, takes bf16 where it can; False is "fp32"'),
+        "rec": ("data.train", "the folder with train.rec and train.idx, or train.rec itself"),
+        "num_classes": ("", "counted from the data"),
+        "num_image": ("", "counted from the data"),
+        "batch_size": ("data.batch_size", "per rank, as there"),
+        "num_workers": "data.workers",
+        "margin_list": (
+            'head.margin = "combined"',
+            'with head.m1, m2 and m3; (1, m, 0) is "arcface" and (1, 0, m) "cosface", both with head.m',
+        ),
+        "loss": ("head.margin", '"arcface" or "cosface"'),
+        "sample_rate": "head.sample_rate",
+        "interclass_filtering_threshold": (
+            "",
+            "against wrong labels there are sub-centres (head.centers = 3) and sampling (head.sample_rate)",
+        ),
+        "optimizer": ("optim.name", '"sgd" or "adamw", which the head takes as well'),
+        "lr": "optim.lr",
+        "momentum": "optim.momentum",
+        "weight_decay": "optim.weight_decay",
+        "num_epoch": "epochs",
+        "warmup_epoch": "optim.warmup_epochs",
+        "gradient_acc": ("optim.accumulate", "a step here is one update; there the schedule counts micro-batches"),
+        "seed": "seed",
+        "val_targets": ("eval.sets", 'paths, as in ["ms1m/lfw.bin"]; the names of the files next to .rec'),
+        "verbose": "eval.every_steps",
+        "frequent": "log.every_steps",
+        "output": ("--out RUN", "an option of plsc train, not a key"),
+        "resume": ("--resume auto", "an option of plsc train, not a key; any number of ranks goes on"),
+        "save_all_states": ("checkpoint.every_steps", "checkpoints always hold everything"),
+        "dali": ("", "images are decoded by data.workers processes per rank, whose order needs no shuffled .rec"),
+        "dali_aug": ('data.augment = "standard"', "a set of augmentations of its own"),
+        **dict.fromkeys(_TRACKING, _NO_TRACKING),
+        "local_rank": ("--nproc N", "an option of plsc train; under torchrun neither is needed"),
+    }
+)
+BACKBONES = _table(
+    {
+        "r18": "iresnet18",
+        "r34": "iresnet34",
+        "r50": "iresnet50",
+        "r100": "iresnet100",
+        "r200": "iresnet200",
+        "r2060": ("", "none of its recipes uses it"),
+        "mbf": "mobilefacenet",
+        "mbf_large": "mobilefacenet_large",
+        "vit_t": ("vit_tiny", "with the rates of vit_t_dp005_mask0"),
+        "vit_t_dp005_mask0": "vit_tiny",
+        "vit_s": ("vit_small", "with the rates of vit_s_dp005_mask_0"),
+        "vit_s_dp005_mask_0": "vit_small",
+        "vit_b": ("vit_base", "with the rates of vit_b_dp005_mask_005"),
+        "vit_b_dp005_mask_005": "vit_base",
+        "vit_l_dp005_mask_005": "vit_large",
+        "vit_h": ("", "its recipe has no published result; timm:NAME offers larger ViTs"),
+    }
+)
+FILES = _table(
+    {
+        "configs/NAME.py": ("NAME.toml", "plsc train NAME.py --as-toml prints it as TOML"),
+        "train.rec, train.idx, property": ("data.train", "the same files"),
+        "lfw.bin, cfp_fp.bin, agedb_30.bin": ("eval.sets", "the same files"),
+        "work_dirs/NAME": "runs/NAME",
+        "training.log": "RUN/train.log",
+        "tensorboard/": "RUN/tensorboard/",
+        "model.pt, backbone.pth": (
+            "RUN/model.safetensors",
+            'init_weights = "model.pt" reads theirs; plsc export --format insightface writes it',
+        ),
+        "checkpoint_gpu_RANK.pt": ("RUN/checkpoints/step-XXXXXXXX/", "for any number of ranks; theirs is not read"),
+        "rank_RANK_softmax_weight.pt": ("", "class centres are not read; the head starts from scratch"),
+        "train.lst": ("", "plsc data convert FOLDER train.rec needs none"),
+    }
+)
+COMMANDS = _table(
+    {
+        "python train_v2.py configs/NAME": "plsc train NAME.toml",
+        "torchrun --nproc_per_node=8 train_v2.py configs/NAME": "plsc train NAME.toml --nproc 8",
+        "torchrun --nnodes=2 --node_rank=0 --master_addr=IP … train_v2.py configs/NAME": (
+            "plsc train NAME.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr IP",
+            "or torchrun … --no-python plsc train NAME.toml",
+        ),
+        "python eval/verification.py": "plsc eval RUN --pairs lfw.bin",
+        "python eval_ijbc.py, onnx_ijbc.py": "plsc eval RUN|model.onnx --ijb IJBC",
+        "python torch2onnx.py model.pt": "plsc export RUN --format onnx --out model.onnx",
+        "python inference.py": "plsc embed RUN --data FOLDER --out EMB",
+        "python -m mxnet.tools.im2rec": "plsc data convert FOLDER train.rec",
+        "python scripts/shuffle_rec.py": ("", "every epoch is permuted again, whatever the file's order"),
+        "python flops.py": ("plsc plan NAME.toml", "memory and time of a step"),
+    }
+)
 
 
 def key_hint(name: str) -> str | None:
@@ -142,15 +141,13 @@ def key_hint(name: str) -> str | None:
 
 def backbone_hint(name: str) -> str | None:
     """Say what arcface_torch's backbone ``name`` is here; None where it has no such backbone."""
-    counterpart = BACKBONES.get(name)
-    return None if counterpart is None else _sentence(name, counterpart)
+    return _sentence(name, BACKBONES[name]) if name in BACKBONES else None
 
 
 def _sentence(name: str, counterpart: Counterpart) -> str:
     note = f" ({counterpart.note})" if counterpart.note else ""
-    if counterpart.ours:
-        return f"arcface_torch's {name} is {counterpart.ours} here{note}"
-    return f"arcface_torch's {name} has no counterpart here{note}"
+    here = f"is {counterpart.ours} here" if counterpart.ours else "has no counterpart here"
+    return f"arcface_torch's {name} {here}{note}"
 
 
 def to_toml(path: Path) -> str:
@@ -235,28 +232,13 @@ def _as_toml(name: str, values: dict[str, Any], unread: dict[str, str]) -> str:
 
 
 def _left_out(key: str) -> str:
-    counterpart = KEYS.get(key, Counterpart("", "not one of arcface_torch's keys"))
-    return " (".join(filter(None, [counterpart.ours, counterpart.note])) + (
-        ")" if counterpart.ours and counterpart.note else ""
-    )
+    ours, note = KEYS.get(key, Counterpart("", "not one of arcface_torch's keys"))
+    return f"{ours} ({note})" if ours and note else ours or note
 
 
-_PLAIN = {
-    "embedding_size": ("", "embedding_dim"),
-    "num_epoch": ("", "epochs"),
-    "seed": ("", "seed"),
-    "rec": ("data", "train"),
-    "batch_size": ("data", "batch_size"),
-    "num_workers": ("data", "workers"),
-    "optimizer": ("optim", "name"),
-    "lr": ("optim", "lr"),
-    "momentum": ("optim", "momentum"),
-    "weight_decay": ("optim", "weight_decay"),
-    "warmup_epoch": ("optim", "warmup_epochs"),
-    "gradient_acc": ("optim", "accumulate"),
-    "verbose": ("eval", "every_steps"),
-    "frequent": ("log", "every_steps"),
-}
+# Keys whose values are taken as they are.
+_PLAIN = {"embedding_size", "num_epoch", "seed", "rec", "batch_size", "num_workers", "optimizer", "lr", "momentum"}
+_PLAIN |= {"weight_decay", "warmup_epoch", "gradient_acc", "verbose", "frequent"}
 
 
 def _entries(key: str, value: Any, values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -264,7 +246,7 @@ def _entries(key: str, value: Any, values: Mapping[str, Any]) -> list[tuple[str,
     if key == "warmup_epoch" and value is not None and value < 0:
         return [("optim", f"warmup_epochs = 0  # {value} there: no warm-up")]
     if key in _PLAIN and value is not None:
-        section, name = _PLAIN[key]
+        section, _, name = KEYS[key].ours.rpartition(".")
         return [(section, f"{name} = {toml_value(value)}")]
     if key == "network" and BACKBONES.get(value, Counterpart("")).ours:
         return [("", f"backbone = {toml_value(BACKBONES[value].ours)}")]

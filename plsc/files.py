@@ -31,18 +31,14 @@ _WAITING_RECORDS = 100_000  # that an AppendFile keeps in memory: at 200 bytes e
 
 def make_folder(path: Path) -> Path:
     """Create ``path`` and its parents; a :class:`UsageError` says so when that cannot be."""
+    probe = path / f".write-test-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UsageError(f"cannot write into {path}: it is a file; name another folder") from None
-    except OSError as error:
-        raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
-    try:
-        probe = path / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
+        problem = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"cannot write into {path}: {problem}; name another folder") from None
     return path
 
 
@@ -116,11 +112,10 @@ def remove_leftovers(path: Path) -> None:
 def is_running(process: int) -> bool:
     """True if there is a process of this number."""
     try:
-        os.kill(process, 0)  # sends nothing
+        with contextlib.suppress(PermissionError):  # of another user
+            os.kill(process, 0)  # sends nothing
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
-        return True
     return True
 
 
@@ -139,16 +134,8 @@ def storage_errors(path: Path) -> Iterator[None]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``path`` to write to; on success it replaces ``path`` atomically."""
-    tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with _writing(path):
-            yield tmp_path
-            sync(tmp_path)
-            tmp_path.replace(path)
-            sync(path.parent)
-    finally:
-        if tmp_path.is_file():
-            tmp_path.unlink()
+    with atomic_write_group([path]) as (tmp_path,):
+        yield tmp_path
 
 
 @contextmanager
@@ -162,40 +149,38 @@ def atomic_write_group(paths: Sequence[Path]) -> Iterator[list[Path]]:
     main, *others = paths
     tmp_paths = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
     try:
-        with _writing(main):
-            yield tmp_paths
-            for tmp_path in filter(Path.exists, tmp_paths):
-                sync(tmp_path)
+        yield tmp_paths
+        for tmp_path in filter(Path.exists, tmp_paths):
+            sync(tmp_path)
+        if others:
             for path in others:
                 path.unlink(missing_ok=True)
             sync(main.parent)  # before the next step: else a power cut may undo the removals alone
-            tmp_paths[0].replace(main)
+        tmp_paths[0].replace(main)
+        sync(main.parent)
+        written = [(tmp_path, path) for tmp_path, path in zip(tmp_paths[1:], others, strict=True) if tmp_path.exists()]
+        for tmp_path, path in written:
+            tmp_path.replace(path)
+        if written:
             sync(main.parent)
-            for tmp_path, path in zip(tmp_paths[1:], others, strict=True):
-                if tmp_path.exists():
-                    tmp_path.replace(path)
-            sync(main.parent)
-    finally:
-        for tmp_path in tmp_paths:
-            tmp_path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Translate errors of a wrong path into a :class:`UsageError` that names it."""
-    try:
-        yield
     except FileNotFoundError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; make its folder first") from None
+        raise UsageError(f"cannot write {main}: {error.strerror}; make its folder first") from None
     except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name another place") from None
+        raise UsageError(f"cannot write {main}: {error.strerror}; name another place") from None
+    finally:
+        for tmp_path in filter(Path.is_file, tmp_paths):
+            tmp_path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically. NaN has no JSON: callers store null."""
-    text = json.dumps(value, indent=2, allow_nan=False)
+    text = _json_text(value)
     with atomic_write(path) as tmp_path:
-        tmp_path.write_text(text + "\n", encoding="utf-8")
+        tmp_path.write_text(text, encoding="utf-8")
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
@@ -339,8 +324,7 @@ def canonical_json(content: Any) -> str:
 
 def write_manifest(folder: Path, content: Manifest) -> None:
     """Write ``folder/manifest.json`` atomically, with the digest of its content under the key ``seal``."""
-    with atomic_write(folder / MANIFEST) as tmp_path:
-        tmp_path.write_text(_manifest_text({**content, SEAL: digest(content)}), encoding="utf-8")
+    write_json(folder / MANIFEST, {**content, SEAL: digest(content)})
 
 
 def read_manifest(folder: Path, format_name: str, version: int, *, oldest: int | None = None) -> Manifest:
@@ -385,13 +369,9 @@ def holds_manifest(folder: Path, format_name: str) -> bool:
 
 def _is_sealed(content: Manifest, unsealed: Manifest, text: str) -> bool:
     try:
-        return bool(content[SEAL] == digest(unsealed) and text == _manifest_text(content))
+        return bool(content[SEAL] == digest(unsealed) and text == _json_text(content))
     except (ValueError, RecursionError):  # NaN, which JSON does not have and Python reads
         return False
-
-
-def _manifest_text(content: Manifest) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def atomic_replace_dir(tmp_path: Path, final: Path) -> None:

@@ -27,19 +27,21 @@ Segment = tuple[int, int, int]  # of a JPEG: marker, start and end of its conten
 
 MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10, and each costs as much as a whole baseline image
 
-# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files; and the
-# suffixes of their files, in lower case, the usual one first. HEIF is pillow-heif's.
-SUFFIXES = {
-    "JPEG": (".jpg", ".jpeg", ".jfif"),
-    "PNG": (".png",),
-    "WEBP": (".webp",),
-    "BMP": (".bmp",),
-    "GIF": (".gif",),
-    "TIFF": (".tiff", ".tif"),
-    "PPM": (".pnm", ".pgm", ".ppm", ".pbm"),
-    "AVIF": (".avif",),
-    "HEIF": (".heic", ".heif", ".hif"),
+# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files. How their
+# files begin; and their suffixes, in lower case, the usual one first. HEIF is pillow-heif's.
+_KINDS = {
+    "JPEG": (rb"\xff\xd8\xff", ".jpg .jpeg .jfif"),
+    "PNG": (rb"\x89PNG\r\n\x1a\n", ".png"),
+    "WEBP": (rb"RIFF", ".webp"),
+    "BMP": (rb"BM", ".bmp"),
+    "GIF": (rb"GIF8", ".gif"),
+    "TIFF": (rb"II\*\0|MM\0\*", ".tiff .tif"),
+    "PPM": (rb"P[1-6][\s#]", ".pnm .pgm .ppm .pbm"),
+    "AVIF": (rb"....ftypavi[fs]", ".avif"),
+    "HEIF": (rb"(?!)", ".heic .heif .hif"),  # by is_heic
 }
+SUFFIXES = {name: tuple(suffixes.split()) for name, (_, suffixes) in _KINDS.items()}
+_SIGNATURES = {name: re.compile(signature, re.DOTALL) for name, (signature, _) in _KINDS.items()}
 FORMATS = tuple(SUFFIXES)
 PICTURE_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)  # whether read here or not
 _HEIC_BRANDS = {brand + kind for brand in (b"hei", b"hev") for kind in (b"c", b"x", b"m", b"s")}
@@ -92,6 +94,13 @@ def is_heic(data: bytes) -> bool:
         return False
     end = min(int.from_bytes(data[:4], "big"), _LONGEST_FTYP)
     return not _HEIC_BRANDS.isdisjoint([data[place : place + 4] for place in range(8, end, 4)])
+
+
+def suffix_of(data: bytes) -> str | None:
+    """Return the usual file suffix for an encoded image by its first bytes; None if they are no image's."""
+    if is_heic(data):
+        return SUFFIXES["HEIF"][0]
+    return next((SUFFIXES[name][0] for name, signature in _SIGNATURES.items() if signature.match(data)), None)
 
 
 def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> Pixels:

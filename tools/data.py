@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _convert(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.data import open_dataset
     from plsc.data.convert import check_out, convert
-    from plsc.data.dataset import open_dataset
 
     _at_least(args.max_bad_records, 0, "--max-bad-records")
     check_out(args.source, args.out, overwrite=args.overwrite)
@@ -143,7 +143,7 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.dataset import open_dataset
+    from plsc.data import open_dataset
     from plsc.data.inspection import check
     from plsc.files import write_json
 
@@ -172,7 +172,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stats(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.dataset import open_dataset
+    from plsc.data import open_dataset
     from plsc.data.inspection import stats, stats_lines, stats_plot
 
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
@@ -199,7 +199,7 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _drawn_pairs(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.dataset import open_dataset
+    from plsc.data import open_dataset
     from plsc.data.pairs import make_pairs
 
     if args.skip_missing:
@@ -244,9 +244,9 @@ def _pairs_text(result: dict[str, Any]) -> str:
 
 
 def _align(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.data import open_dataset
     from plsc.data.alignment import AlignedImages
     from plsc.data.convert import check_out, convert
-    from plsc.data.dataset import open_dataset
     from plsc.embedding.sources import locator
 
     _at_least(args.size, 1, "--size")

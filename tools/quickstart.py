@@ -13,13 +13,11 @@ does so at once.
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plsc.progress import show
+from plsc.quickstart import QuickstartPaths
 from plsc.tools.entry import main
-
-if TYPE_CHECKING:
-    from plsc.quickstart.steps import QuickstartPaths
 
 HELP = "train, evaluate, embed, index, search, export and fill a gallery once, on built-in data"
 
@@ -32,19 +30,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Run the steps and write the report; serve what they made if that was asked for."""
-    from plsc.quickstart.steps import QuickstartPaths
-
     paths = QuickstartPaths(args.out)
     report = None if args.serve and paths.report.exists() else _run_steps(paths)
     if args.serve:
-        show("", paths.gallery.serve_command)
-        code = main(paths.gallery.serve_arguments)
+        show("", paths.serve_command)
+        code = main(paths.serve_arguments)
         if code:
             raise SystemExit(code)
     return report
 
 
-def _run_steps(paths: "QuickstartPaths") -> dict[str, Any]:
+def _run_steps(paths: QuickstartPaths) -> dict[str, Any]:
     from plsc.quickstart.report import write_report
     from plsc.quickstart.steps import run_quickstart
 
@@ -55,10 +51,9 @@ def _run_steps(paths: "QuickstartPaths") -> dict[str, Any]:
         "",
         f"unseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
         f"{result.report['seconds']:.0f} s in all",
-        f"look at {page}; to search the gallery by a picture of {paths.gallery.queries}/, open "
-        "http://127.0.0.1:8080 after",
+        f"look at {page}; to search the gallery by a picture of {paths.queries}/, open http://127.0.0.1:8080 after",
         "",
-        f"    {paths.gallery.serve_command}",
+        f"    {paths.serve_command}",
         "",
     )
     return result.report

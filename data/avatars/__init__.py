@@ -8,7 +8,7 @@ drawing.py the face; the camera (light, colour cast, blur, sensor noise, JPEG) i
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,7 @@ import torch
 from plsc.data.avatars.drawing import draw_avatar
 from plsc.data.avatars.traits import Conditions, conditions_of, traits_of
 from plsc.data.codec import resize_image
-from plsc.data.dataset import ImageDataset
-from plsc.data.string_column import StringColumn
+from plsc.data.dataset import ComputedStrings, ImageDataset
 from plsc.errors import UsageError
 from plsc.models.preprocessing import ImageSize, height_and_width
 
@@ -69,7 +68,8 @@ class AvatarDataset(ImageDataset):
         if not MIN_SIZE <= min(sides) <= max(sides) <= MAX_SIZE:
             raise UsageError(f"{source}: image_size {image_size} is not between {MIN_SIZE} and {MAX_SIZE}")
         labels = np.repeat(np.arange(num_identities, dtype=np.int64), images_per_identity)
-        super().__init__(source, labels, _Names(first, num_identities), image_size)
+        names = ComputedStrings(num_identities, partial(_class_name, first))
+        super().__init__(source, labels, names, image_size)
         self.first = first
         self.images_per_identity = images_per_identity
 
@@ -96,18 +96,8 @@ class AvatarDataset(ImageDataset):
         return self.first + label, image
 
 
-class _Names(StringColumn):
-    """Class names computed from the index, so that millions of identities take no memory."""
-
-    def __init__(self, first: int, count: int) -> None:
-        self._identities = range(first, first + count)
-
-    def __len__(self) -> int:
-        return len(self._identities)
-
-    def at(self, index: int) -> str:
-        """Return the name of the identity of label ``index``."""
-        return f"avatar-{self._identities[index]}"
+def _class_name(first: int, label: int) -> str:
+    return f"avatar-{first + label}"
 
 
 def render_avatar(identity: int, image: int, size: int) -> npt.NDArray[np.uint8]:

@@ -1,13 +1,14 @@
 """Drawing of an avatar: polygons on a head, facing the viewer, rotated by the pose, filled from back to front.
 
-Points are complex numbers, x + iy, in head units (see data/avatars/traits.py). From top to bottom: shapes and
-:class:`Scene`; the whole drawing; body and face; hair; accessories that occlude the face.
+Points are complex numbers, x + iy, in head units (see data/avatars/traits.py). From top to bottom: shapes and their
+painting; the whole drawing; body and face; hair; accessories that occlude the face.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import cos, sin
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,58 +58,53 @@ def band(x: Reals, y: Reals | float, half: Reals | float) -> Points:
     return np.concatenate([middle - rise, (middle + rise)[::-1]])
 
 
-class Scene:
-    """Shapes in painting order, each a polygon with a colour and a depth."""
+class Shape(NamedTuple):
+    """A polygon with its colour, ``lift`` in front of a surface: the face's, or of ``depth`` 0 a plane.
 
-    def __init__(self, face_width: float) -> None:
-        self._face_width = face_width
-        self._shapes: list[Points] = []
-        self._colours: list[Colour] = []
-        self._lifts: list[float] = []
-        self._depths: list[float] = []
+    The ears lie near z = 0, the tip of the nose near 0.8.
+    """
 
-    def add(self, shape: Points, colour: Colour, lift: float = 0.0) -> None:
-        """Add a shape that lies `lift` in front of the face's curved surface."""
-        self._shapes.append(shape)
-        self._colours.append(colour)
-        self._lifts.append(lift)
-        self._depths.append(_FACE_DEPTH)
+    points: Points
+    colour: Colour
+    lift: float = 0.0
+    depth: float = _FACE_DEPTH
 
-    def add_flat(self, shape: Points, colour: Colour, z: float) -> None:
-        """Add a shape in the plane at depth z; the ears lie near z = 0, the tip of the nose near 0.8."""
-        self._shapes.append(shape)
-        self._colours.append(colour)
-        self._lifts.append(z)
-        self._depths.append(0.0)
 
-    def paint(self, canvas: Image.Image, conditions: Conditions) -> None:
-        """Rotate all shapes by the pose and fill them on the square canvas."""
-        from PIL import ImageDraw
+def flat(points: Points, colour: Colour, z: float) -> Shape:
+    """Return a shape in the plane at depth z."""
+    return Shape(points, colour, z, 0.0)
 
-        flat = self._projected(conditions, canvas.width)
-        draw = ImageDraw.Draw(canvas)
-        start = 0
-        for shape, colour in zip(self._shapes, self._colours, strict=True):
-            end = start + 2 * len(shape)
-            draw.polygon(flat[start:end], fill=colour)
-            start = end
 
-    def _projected(self, c: Conditions, width: int) -> list[int]:
-        """Return all vertices x, y, x, y … in canvas pixels: the orthographic projection of the rotated head."""
-        points = np.concatenate(self._shapes)
-        sizes = [len(shape) for shape in self._shapes]
-        x, y = points.real, points.imag
-        surface = np.sqrt(np.maximum(0.0, 1 - (x / (1.02 * self._face_width)) ** 2 - 0.5 * y * y))
-        z = np.repeat(self._depths, sizes) * surface + np.repeat(self._lifts, sizes)
-        rotated_x = x * cos(c.yaw) + z * sin(c.yaw)
-        depth = z * cos(c.yaw) - x * sin(c.yaw)
-        rotated = rotated_x + 1j * (y * cos(c.pitch) + depth * sin(c.pitch))
-        half = width / 2
-        shift = complex(c.shift_x, c.shift_y)
-        projected = (rotated * complex(cos(c.roll), sin(c.roll)) + shift) * (half / c.scale)
-        # Rounding to whole pixels hides the last digits of sin and cos, in which machines may differ.
-        pixels: list[int] = np.rint(projected.view(np.float64) + half).astype(np.int64).tolist()
-        return pixels
+def paint(canvas: Image.Image, shapes: Sequence[Shape], face_width: float, conditions: Conditions) -> None:
+    """Rotate the shapes by the pose and fill them in their order on the square canvas."""
+    from PIL import ImageDraw
+
+    corners = _projected(shapes, face_width, conditions, canvas.width)
+    draw = ImageDraw.Draw(canvas)
+    start = 0
+    for shape in shapes:
+        end = start + 2 * len(shape.points)
+        draw.polygon(corners[start:end], fill=shape.colour)
+        start = end
+
+
+def _projected(shapes: Sequence[Shape], face_width: float, c: Conditions, width: int) -> list[int]:
+    """Return all vertices x, y, x, y … in canvas pixels: the orthographic projection of the rotated head."""
+    outlines, _, lifts, depths = zip(*shapes, strict=True)
+    points = np.concatenate(outlines)
+    sizes = [len(outline) for outline in outlines]
+    x, y = points.real, points.imag
+    surface = np.sqrt(np.maximum(0.0, 1 - (x / (1.02 * face_width)) ** 2 - 0.5 * y * y))
+    z = np.repeat(depths, sizes) * surface + np.repeat(lifts, sizes)
+    rotated_x = x * cos(c.yaw) + z * sin(c.yaw)
+    depth = z * cos(c.yaw) - x * sin(c.yaw)
+    rotated = rotated_x + 1j * (y * cos(c.pitch) + depth * sin(c.pitch))
+    half = width / 2
+    shift = complex(c.shift_x, c.shift_y)
+    projected = (rotated * complex(cos(c.roll), sin(c.roll)) + shift) * (half / c.scale)
+    # Rounding to whole pixels hides the last digits of sin and cos, in which machines may differ.
+    pixels: list[int] = np.rint(projected.view(np.float64) + half).astype(np.int64).tolist()
+    return pixels
 
 
 _WHITE: Colour = (250, 248, 244)
@@ -127,22 +123,25 @@ def draw_avatar(traits: Traits, conditions: Conditions, width: int) -> Image.Ima
 
     canvas = Image.new("RGB", (width, width), conditions.background)
     _paint_background(canvas, conditions)
-    scene = Scene(traits.face_width)
-    outline = _face_outline(traits)
-    _add_back_hair(scene, traits)
-    _add_body(scene, traits, conditions)
-    _add_head(scene, traits, conditions, outline)
-    _add_beard(scene, traits, outline)
-    _add_nose(scene, traits, conditions)
-    _add_mouth(scene, traits, conditions)
-    for side in (-1, 1):
-        _add_eye(scene, traits, conditions, side)
-    _add_front_hair(scene, traits)
-    for side in (-1, 1):
-        _add_brow(scene, traits, conditions, side)
-    _add_accessories(scene, traits, conditions, outline)
-    scene.paint(canvas, conditions)
+    paint(canvas, list(_shapes(traits, conditions)), traits.face_width, conditions)
     return canvas
+
+
+def _shapes(t: Traits, c: Conditions) -> Iterator[Shape]:
+    """Yield all shapes from back to front."""
+    outline = _face_outline(t)
+    yield from _back_hair(t)
+    yield from _body(t, c)
+    yield from _head(t, c, outline)
+    yield from _beard(t, outline)
+    yield from _nose(t, c)
+    yield from _mouth(t, c)
+    for side in (-1, 1):
+        yield from _eye(t, c, side)
+    yield from _front_hair(t)
+    for side in (-1, 1):
+        yield from _brow(t, c, side)
+    yield from _accessories(t, c, outline)
 
 
 def _paint_background(canvas: Image.Image, c: Conditions) -> None:
@@ -171,153 +170,153 @@ def _face_outline(t: Traits) -> Points:
     return t.face_width * x + 1j * t.face_height * SIN
 
 
-def _add_body(scene: Scene, t: Traits, c: Conditions) -> None:
+def _body(t: Traits, c: Conditions) -> Iterator[Shape]:
     neck = 0.32 + 0.3 * (t.face_width - 0.66) + 0.1 * t.jaw_square
     skin = shade(t.skin, 0.86)
     column = polygon((-neck, 0.3), (neck, 0.3), (neck * 1.15, 1.6), (-neck * 1.15, 1.6))
-    scene.add_flat(column, skin, -0.3)
-    scene.add_flat(oval(0.0, t.face_height - 0.1, neck * 1.02, 0.3), shade(t.skin, 0.7), -0.3)
-    scene.add_flat(oval(0.0, 2.1, 1.35, 0.98), c.clothes, -0.4)
+    yield flat(column, skin, -0.3)
+    yield flat(oval(0.0, t.face_height - 0.1, neck * 1.02, 0.3), shade(t.skin, 0.7), -0.3)
+    yield flat(oval(0.0, 2.1, 1.35, 0.98), c.clothes, -0.4)
     dark = shade(c.clothes, 0.78)
     if c.collar == "round":
-        scene.add_flat(oval(0.0, 1.2, neck * 1.3, 0.2), dark, -0.3)
-        scene.add_flat(oval(0.0, 1.17, neck * 1.15, 0.15), skin, -0.3)
+        yield flat(oval(0.0, 1.2, neck * 1.3, 0.2), dark, -0.3)
+        yield flat(oval(0.0, 1.17, neck * 1.15, 0.15), skin, -0.3)
     elif c.collar == "vee":
-        scene.add_flat(polygon((-neck * 1.2, 1.1), (neck * 1.2, 1.1), (0.0, 1.62)), skin, -0.3)
+        yield flat(polygon((-neck * 1.2, 1.1), (neck * 1.2, 1.1), (0.0, 1.62)), skin, -0.3)
     elif c.collar == "shirt":
         for side in (-1, 1):
             tip, shoulder = (side * 0.28, 1.62), (side * neck * 1.7, 1.25)
             leaf = polygon((0.0, 1.42), (side * neck * 1.2, 1.02), shoulder, tip)
-            scene.add_flat(leaf, shade(c.clothes, 1.15), -0.2)
+            yield flat(leaf, shade(c.clothes, 1.15), -0.2)
     else:
-        scene.add_flat(oval(0.0, 1.22, neck * 1.5, 0.2), c.accessory, -0.2)
+        yield flat(oval(0.0, 1.22, neck * 1.5, 0.2), c.accessory, -0.2)
 
 
-def _add_head(scene: Scene, t: Traits, c: Conditions, outline: Points) -> None:
+def _head(t: Traits, c: Conditions, outline: Points) -> Iterator[Shape]:
     """Add ears, the face with a shadow on the side away from the light, and marks on the skin."""
     for side in (-1, 1):
         x = side * t.face_width * 0.98
-        scene.add(oval(x, t.ear_y, t.ear_size * 0.6, t.ear_size), shade(t.skin, 0.86), -0.08)
-        scene.add(oval(x, t.ear_y, t.ear_size * 0.3, t.ear_size * 0.6), shade(t.skin, 0.74), -0.08)
-    scene.add(outline, shade(t.skin, 0.86))
+        yield Shape(oval(x, t.ear_y, t.ear_size * 0.6, t.ear_size), shade(t.skin, 0.86), -0.08)
+        yield Shape(oval(x, t.ear_y, t.ear_size * 0.3, t.ear_size * 0.6), shade(t.skin, 0.74), -0.08)
+    yield Shape(outline, shade(t.skin, 0.86))
     lit = 1.0 - 0.1 * abs(c.light_side)
     sheet = lit * outline.real + 0.97j * outline.imag
-    scene.add(sheet + complex(0.09 * t.face_width * c.light_side, -0.02), t.skin)
+    yield Shape(sheet + complex(0.09 * t.face_width * c.light_side, -0.02), t.skin)
     cheek = mix(t.skin, (232, 92, 88), 0.5 * t.blush)
     for side in (-1, 1):
-        scene.add(oval(side * t.face_width * 0.6, 0.34, 0.17, 0.11), cheek)
-    _add_marks(scene, t)
+        yield Shape(oval(side * t.face_width * 0.6, 0.34, 0.17, 0.11), cheek)
+    yield from _marks(t)
 
 
-def _add_marks(scene: Scene, t: Traits) -> None:
+def _marks(t: Traits) -> Iterator[Shape]:
     spot = mix(t.skin, (120, 62, 36), 0.45)
     for x, y in t.freckles:
-        scene.add(dot(x, y, 0.018, 0.018), spot)
+        yield Shape(dot(x, y, 0.018, 0.018), spot)
     if t.mole is not None:
-        scene.add(dot(*t.mole, 0.035, 0.035), mix(t.skin, (50, 26, 20), 0.8))
+        yield Shape(dot(*t.mole, 0.035, 0.035), mix(t.skin, (50, 26, 20), 0.8))
     if t.scar is not None:
         x, y, slope = t.scar
         reach = 0.12 * T
-        scene.add(band(x + reach, y + slope * reach, 0.018 * BULGE), mix(t.skin, (250, 190, 180), 0.6))
+        yield Shape(band(x + reach, y + slope * reach, 0.018 * BULGE), mix(t.skin, (250, 190, 180), 0.6))
 
 
-def _add_beard(scene: Scene, t: Traits, outline: Points) -> None:
+def _beard(t: Traits, outline: Points) -> Iterator[Shape]:
     if t.beard_style in ("full", "stubble"):
         full = t.beard_style == "full"
         jaw = outline[SIN >= -0.01]
         edge = jaw + 1j * (t.beard_length if full else 0.0) * np.maximum(0.0, jaw.imag)
         cheeks = 0.86 * t.face_width * T + 1j * (0.1 + 0.4 * (1 - T**6))
-        scene.add(np.concatenate([edge, cheeks]), t.hair if full else mix(t.skin, t.hair, 0.18))
+        yield Shape(np.concatenate([edge, cheeks]), t.hair if full else mix(t.skin, t.hair, 0.18))
     if t.beard_style == "goatee":
         chin = oval(0.0, t.face_height * 0.9, t.mouth_width * 0.8, 0.16 + t.beard_length * 0.8)
-        scene.add(chin, t.hair)
+        yield Shape(chin, t.hair)
     if t.beard_style in ("full", "moustache", "goatee"):
         y = t.mouth_y - 0.1 + 0.1 * T**2
-        scene.add(band(1.15 * t.mouth_width * T, y, 0.02 + 0.05 * BULGE), t.hair, 0.05)
+        yield Shape(band(1.15 * t.mouth_width * T, y, 0.02 + 0.05 * BULGE), t.hair, 0.05)
 
 
-def _add_nose(scene: Scene, t: Traits, c: Conditions) -> None:
+def _nose(t: Traits, c: Conditions) -> Iterator[Shape]:
     bottom = t.eye_y + 0.1 + t.nose_length
     dark = -1.0 if c.light_side > 0 else 1.0
     w, r = t.nose_width, t.nose_roundness
     foot, edge = (dark * w, bottom), (dark * t.nose_bridge, bottom - 0.12)
-    scene.add(polygon((dark * t.nose_bridge, t.eye_y), edge, foot, (0.0, bottom)), shade(t.skin, 0.85), 0.1)
-    scene.add(oval(0.0, bottom - 0.03, w * (0.55 + 0.4 * r), 0.05 + 0.05 * r), shade(t.skin, 0.93), 0.16)
+    yield Shape(polygon((dark * t.nose_bridge, t.eye_y), edge, foot, (0.0, bottom)), shade(t.skin, 0.85), 0.1)
+    yield Shape(oval(0.0, bottom - 0.03, w * (0.55 + 0.4 * r), 0.05 + 0.05 * r), shade(t.skin, 0.93), 0.16)
     for side in (-1, 1):
-        scene.add(dot(side * w * 0.55, bottom + 0.015, 0.036, 0.018), shade(t.skin, 0.55), 0.1)
-    scene.add(dot(-dark * w * 0.2, bottom - 0.06, w * 0.25, 0.03), mix(t.skin, _WHITE, 0.45), 0.18)
+        yield Shape(dot(side * w * 0.55, bottom + 0.015, 0.036, 0.018), shade(t.skin, 0.55), 0.1)
+    yield Shape(dot(-dark * w * 0.2, bottom - 0.06, w * 0.25, 0.03), mix(t.skin, _WHITE, 0.45), 0.18)
 
 
-def _add_mouth(scene: Scene, t: Traits, c: Conditions) -> None:
+def _mouth(t: Traits, c: Conditions) -> Iterator[Shape]:
     x = t.mouth_width * (1 + 0.15 * c.smile) * T
     middle = t.mouth_y - 0.13 * (t.mouth_curve * 0.6 + c.smile) * (T**2 - 0.45)
     roof, floor = middle - 0.3 * c.mouth_open * BULGE, middle + c.mouth_open * BULGE
     bow = 1 - 0.35 * np.maximum(0.0, 1 - np.abs(T) * 4)
-    scene.add(between(x, roof - t.upper_lip * BULGE * bow, floor + t.lower_lip * BULGE), t.lips, 0.04)
+    yield Shape(between(x, roof - t.upper_lip * BULGE * bow, floor + t.lower_lip * BULGE), t.lips, 0.04)
     if c.mouth_open > 0.03:
-        scene.add(between(0.94 * x, roof, floor), _MOUTH, 0.03)
+        yield Shape(between(0.94 * x, roof, floor), _MOUTH, 0.03)
         teeth = np.minimum(0.45 * c.mouth_open * BULGE, 0.055)
-        scene.add(between(0.85 * x, roof, roof + teeth), _WHITE, 0.03)
+        yield Shape(between(0.85 * x, roof, roof + teeth), _WHITE, 0.03)
     else:
-        scene.add(band(x, middle, 0.008 + 0.008 * BULGE), shade(t.lips, 0.55), 0.04)
+        yield Shape(band(x, middle, 0.008 + 0.008 * BULGE), shade(t.lips, 0.55), 0.04)
 
 
-def _add_eye(scene: Scene, t: Traits, c: Conditions, side: int) -> None:
+def _eye(t: Traits, c: Conditions, side: int) -> Iterator[Shape]:
     """Add the white, iris, pupil, glint and lids of one eye; side 1 is the viewer's right."""
     height = t.eye_height * c.eye_open
     x = side * t.eye_gap + t.eye_width * T
     middle = t.eye_y - side * t.eye_tilt * t.eye_width * T
     upper = middle - height * BULGE
     almond = between(x, upper, middle + 0.75 * height * BULGE)
-    scene.add(almond + 0.02j, shade(t.skin, 0.8))
+    yield Shape(almond + 0.02j, shade(t.skin, 0.8))
     if c.eye_open > 0.3:
-        scene.add(almond, _WHITE)
-        _add_iris(scene, t, c, side)
+        yield Shape(almond, _WHITE)
+        yield from _iris(t, c, side)
     edge = upper + t.lid * 1.7 * height * BULGE
-    scene.add(between(x, upper - 0.02, edge), shade(t.skin, 0.88))
-    scene.add(band(x, edge, 0.012 + 0.016 * t.lashes * BULGE), _LASHES)
+    yield Shape(between(x, upper - 0.02, edge), shade(t.skin, 0.88))
+    yield Shape(band(x, edge, 0.012 + 0.016 * t.lashes * BULGE), _LASHES)
     if t.lashes > 0.55:
         corner, y = side * (t.eye_gap + t.eye_width), t.eye_y - t.eye_tilt * t.eye_width
         lash = polygon((corner - side * 0.05, y - 0.02), (corner, y + 0.01), (corner + side * 0.06, y - 0.07))
-        scene.add(lash, _LASHES)
+        yield Shape(lash, _LASHES)
 
 
-def _add_iris(scene: Scene, t: Traits, c: Conditions, side: int) -> None:
+def _iris(t: Traits, c: Conditions, side: int) -> Iterator[Shape]:
     height = t.eye_height * c.eye_open
     radius = min(t.iris_size * t.eye_height * 0.8, 0.8 * height)
     x = side * t.eye_gap + c.gaze_x * t.eye_width * 0.7
     y = t.eye_y + c.gaze_y * height * 0.5
-    scene.add(oval(x, y, radius, radius), t.iris)
-    scene.add(dot(x, y, 0.5 * radius, 0.5 * radius), _PUPIL)
-    scene.add(dot(x + 0.3 * radius, y - 0.35 * radius, 0.24 * radius, 0.24 * radius), _WHITE)
+    yield Shape(oval(x, y, radius, radius), t.iris)
+    yield Shape(dot(x, y, 0.5 * radius, 0.5 * radius), _PUPIL)
+    yield Shape(dot(x + 0.3 * radius, y - 0.35 * radius, 0.24 * radius, 0.24 * radius), _WHITE)
 
 
-def _add_brow(scene: Scene, t: Traits, c: Conditions, side: int) -> None:
+def _brow(t: Traits, c: Conditions, side: int) -> Iterator[Shape]:
     x = side * (t.eye_gap + 0.01) + t.brow_length * T
     slope = -side * (t.brow_tilt + c.brow_frown) * T
     y = t.eye_y - t.brow_height - c.brow_raise + slope - t.brow_arch * (BULGE - 0.5)
     taper = t.brow_thickness * (0.75 - 0.4 * side * T) * (1 - 0.5 * T**4)
-    scene.add(band(x, y, taper), t.brows, 0.02)
+    yield Shape(band(x, y, taper), t.brows, 0.02)
 
 
-def _add_back_hair(scene: Scene, t: Traits) -> None:
+def _back_hair(t: Traits) -> Iterator[Shape]:
     """Add the hair behind the head."""
     width, height = t.face_width + t.hair_volume, t.face_height + t.hair_volume
     if t.hair_style in ("long", "bob"):
         length = t.hair_length if t.hair_style == "long" else 0.4 + 0.3 * t.hair_length
         x = np.sign(COS) * np.abs(COS) ** 0.6 * (width + 0.08)
         waves = 1 + t.hair_waves * np.sin(t.hair_frequency * ANGLES + t.hair_phase)
-        scene.add_flat((x + 1j * SIN * np.where(SIN > 0, length, height)) * waves, t.hair_below, -0.25)
+        yield flat((x + 1j * SIN * np.where(SIN > 0, length, height)) * waves, t.hair_below, -0.25)
     elif t.hair_style == "curly":
         curls = 1 + 0.05 * np.sin(ANGLES * 10 + t.hair_phase)
-        scene.add_flat(((width + 0.12) * COS + 1j * height * SIN - 0.2j) * curls, t.hair_below, -0.15)
+        yield flat(((width + 0.12) * COS + 1j * height * SIN - 0.2j) * curls, t.hair_below, -0.15)
     elif t.hair_style == "bun":
         size = 0.2 + t.hair_volume
         knot = oval(t.hair_part * 0.5, -t.face_height - 0.12, size, size * 0.9)
-        scene.add_flat(knot, t.hair_below, -0.3)
+        yield flat(knot, t.hair_below, -0.3)
 
 
-def _add_front_hair(scene: Scene, t: Traits) -> None:
+def _front_hair(t: Traits) -> Iterator[Shape]:
     """Add the cap of hair between the outline of the skull and the hairline, with a highlight."""
     if t.hair_style == "bald":
         return
@@ -325,10 +324,10 @@ def _add_front_hair(scene: Scene, t: Traits) -> None:
     temples = 0.05 if t.hair_style in ("long", "bob", "curly") else -0.12
     crown = (t.face_width * 1.01 + 0.5 * volume) * _ARC_X + 1j * (t.face_height + volume) * _ARC_Y
     crown = (crown + 1j * temples * T**6) * (1 + _crown_pattern(t))
-    scene.add(np.concatenate([crown, _hairline(t)[::-1]]), t.hair, 0.03)
+    yield Shape(np.concatenate([crown, _hairline(t)[::-1]]), t.hair, 0.03)
     if t.hair_style not in ("cropped", "spiky"):
         streak = band(0.45 * T - 0.15, -0.78 * t.face_height - 0.12 * BULGE, 0.03 * BULGE)
-        scene.add(streak, mix(t.hair, _WHITE, 0.22), 0.08)
+        yield Shape(streak, mix(t.hair, _WHITE, 0.22), 0.08)
 
 
 def _crown_pattern(t: Traits) -> Reals:
@@ -356,53 +355,53 @@ def _hairline(t: Traits) -> Points:
     return np.asarray(t.face_width * T + 1j * (y * (1 - side) - 0.02 * side))
 
 
-def _add_accessories(scene: Scene, t: Traits, c: Conditions, outline: Points) -> None:
+def _accessories(t: Traits, c: Conditions, outline: Points) -> Iterator[Shape]:
     """Add the mask, glasses, hat and hand that the conditions prescribe."""
     if c.mask:
         jaw = outline[SIN >= 0.2]
         ridge = 0.93 * t.face_width * T + 1j * (0.16 + 0.05 * T**2)
-        scene.add(np.concatenate([ridge[::-1], jaw[::-1]]), mix(c.accessory, _WHITE, 0.4), 0.1)
+        yield Shape(np.concatenate([ridge[::-1], jaw[::-1]]), mix(c.accessory, _WHITE, 0.4), 0.1)
     if c.glasses != "none":
-        _add_glasses(scene, t, c)
+        yield from _glasses(t, c)
     if c.hat != "none":
-        _add_hat(scene, t, c)
+        yield from _hat(t, c)
     if c.hand != "none":
-        _add_hand(scene, t, c)
+        yield from _hand(t, c)
 
 
-def _add_glasses(scene: Scene, t: Traits, c: Conditions) -> None:
+def _glasses(t: Traits, c: Conditions) -> Iterator[Shape]:
     frame, r = shade(c.accessory, 0.55), c.glasses_size
-    scene.add(band(t.face_width * T, t.eye_y - 0.02, 0.018), frame, 0.06)
+    yield Shape(band(t.face_width * T, t.eye_y - 0.02, 0.018), frame, 0.06)
     lens = _RING if c.glasses == "round" else _SQUARE
     for side in (-1, 1):
         x, y = side * max(t.eye_gap, r + 0.03), t.eye_y + 0.02
         if c.glasses == "dark":
-            scene.add(r * lens + complex(x, y), _DARK_GLASS, 0.1)
-            scene.add(dot(x - 0.4 * r, y - 0.4 * r, 0.25 * r, 0.12 * r), (96, 104, 120), 0.1)
+            yield Shape(r * lens + complex(x, y), _DARK_GLASS, 0.1)
+            yield Shape(dot(x - 0.4 * r, y - 0.4 * r, 0.25 * r, 0.12 * r), (96, 104, 120), 0.1)
         else:
             rim = np.concatenate([lens, lens[:1], 0.84 * lens[:1], 0.84 * lens[::-1]])
-            scene.add(r * rim + complex(x, y), frame, 0.1)
+            yield Shape(r * rim + complex(x, y), frame, 0.1)
 
 
-def _add_hat(scene: Scene, t: Traits, c: Conditions) -> None:
+def _hat(t: Traits, c: Conditions) -> Iterator[Shape]:
     brim, width = t.hairline - 0.02, t.face_width + 0.1
     dome = width * _ARC_X + 1j * (brim + _ARC_Y * (t.face_height + 0.24 + brim))
-    scene.add(dome, c.accessory, 0.06)
+    yield Shape(dome, c.accessory, 0.06)
     if c.hat == "beanie":
-        scene.add(band(width * T, brim - 0.06 * BULGE, 0.1), shade(c.accessory, 0.78), 0.1)
-        scene.add_flat(oval(0.0, -t.face_height - 0.26, 0.16, 0.16), shade(c.accessory, 1.15), -0.1)
+        yield Shape(band(width * T, brim - 0.06 * BULGE, 0.1), shade(c.accessory, 0.78), 0.1)
+        yield flat(oval(0.0, -t.face_height - 0.26, 0.16, 0.16), shade(c.accessory, 1.15), -0.1)
     else:
         peak = between(0.95 * width * T, brim - 0.07 * BULGE, brim + 0.02 + 0.09 * BULGE)
-        scene.add(peak, shade(c.accessory, 0.7), 0.3)
+        yield Shape(peak, shade(c.accessory, 0.7), 0.3)
 
 
-def _add_hand(scene: Scene, t: Traits, c: Conditions) -> None:
+def _hand(t: Traits, c: Conditions) -> Iterator[Shape]:
     """Add a palm and four fingers in front of the chin or a cheek."""
     skin, line = shade(t.skin, 0.95), shade(t.skin, 0.72)
     side = 1.0 if c.hand_position > 0 else -1.0
     x, y = (0.25 * c.hand_position, 1.05) if c.hand == "chin" else (side * t.face_width * 0.85, 0.62)
-    scene.add(oval(x, y + 0.35, 0.34, 0.4), skin, 0.3)
+    yield Shape(oval(x, y + 0.35, 0.34, 0.4), skin, 0.3)
     for finger in range(4):
         tip = oval(x + (finger - 1.5) * 0.16, y, 0.085, 0.3 - 0.03 * abs(finger - 1.3))
-        scene.add(tip, line, 0.3)
-        scene.add(tip + complex(-0.012, 0.012), skin, 0.3)
+        yield Shape(tip, line, 0.3)
+        yield Shape(tip + complex(-0.012, 0.012), skin, 0.3)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from plsc.data.string_column import StringColumn
+from plsc.data.dataset import StringColumn
 from plsc.errors import IntegrityError, first_line
 from plsc.files import pinned
 

@@ -10,13 +10,11 @@ import torch
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
 from plsc.data.codec import resize_image, to_rgb_tensor
-from plsc.data.dataset import EncodedDataset
-from plsc.data.picture_files import PictureFiles
-from plsc.data.string_column import PackedStringColumn
+from plsc.data.dataset import FileDataset
+from plsc.data.folder import PictureFiles
 from plsc.errors import UsageError
 from plsc.image_files import PICTURE_SUFFIXES
 from plsc.models.preprocessing import ImageSize
-from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from plsc.data.codec import ImageLike
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     ImageSource = ImageLike | Sequence[ImageLike]
 
 
-class LooseImages(EncodedDataset):
+class LooseImages(FileDataset):
     """Image files below ``root``, in order of path; keys are the paths below ``root``.
 
     Files in a sub-folder are of the class of that name; those directly in ``root`` have label -1.
@@ -41,16 +39,7 @@ class LooseImages(EncodedDataset):
         classes = sorted({folder for folder in folders if folder})
         label_of = {"": -1, **{folder: label for label, folder in enumerate(classes)}}
         labels = np.array([label_of[folder] for folder in folders], dtype=np.int64)
-        super().__init__(str(root), labels, classes, image_size)
-        self.root, self._names, self._below = root, PackedStringColumn(names), None if may_leave else root.resolve()
-
-    def encoded(self, index: int) -> bytes:
-        """The bytes of file ``index``."""
-        return read_bytes(self.root / self.key(index), below=self._below)
-
-    def key(self, index: int) -> str:
-        """The path of file ``index`` below the root."""
-        return self._names[index]
+        super().__init__(root, names, labels, classes, image_size, may_leave=may_leave)
 
 
 class ImageList(ImageDataset):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from plsc.client import Client, ServerError
 from plsc.client_values import Known, NewPerson
 from plsc.data.codec import decode_image, encode_image
-from plsc.data.picture_files import PictureFiles, kinds_text
+from plsc.data.folder import PictureFiles
 from plsc.errors import DataError, UsageError
 from plsc.gallery.validation import check_external_id
 from plsc.regular_files import read_bytes
@@ -190,18 +190,11 @@ def folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
     files = PictureFiles(folder)
-    found: dict[str, list[str]] = {}
-    empty: dict[str, str] = {}
-    for name in files.identities:
-        pictures, others = files.below(name)
-        if pictures:
-            found[name] = pictures
-        else:
-            empty[name] = kinds_text(others) or "nothing"
+    found, empty = files.by_identity()
     if not found:
         raise UsageError(f"{folder} has no picture in any sub-folder; give each person a folder of their own")
     files.report()
-    return found, empty
+    return found, {name: content or "nothing" for name, content in empty.items()}
 
 
 def enrol_all(

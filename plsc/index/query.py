@@ -179,8 +179,9 @@ def _service_queries(client: "Client", source: str | Path) -> Iterator[_ServiceQ
 
 def _encoded(images: "ImageDataset", position: int) -> "bytes | DataError":
     """An image's bytes in a format that the service takes; others are re-encoded as PNG."""
-    from plsc.data.codec import encode_image, suffix_of
+    from plsc.data.codec import encode_image
     from plsc.data.dataset import encoded_image
+    from plsc.image_files import suffix_of
 
     try:
         data = encoded_image(images, position, "png")

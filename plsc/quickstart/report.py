@@ -4,21 +4,21 @@ import base64
 import html
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from plsc import __version__
+from plsc.data import ImageDataset, open_dataset
 from plsc.data.codec import encode_image
-from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.evaluation.report import COLOURS, canvas, roc_figure, score_figure
 from plsc.files import atomic_write
 from plsc.index import Index
 from plsc.progress import duration
-from plsc.quickstart.steps import QuickstartPaths, QuickstartResult
+from plsc.quickstart import QuickstartPaths
+from plsc.quickstart.steps import QuickstartResult
 from plsc.train.metrics import read_metrics
 
 PAGE = Path(__file__).with_name("page.html")
@@ -35,8 +35,8 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
     curves = {TITLES[name]: values for name, values in result.curves.items()}
     slots = {
         "version": __version__,
-        "serve": html.escape(paths.gallery.serve_command),
-        "queries": html.escape(f"{paths.gallery.queries}/"),
+        "serve": html.escape(paths.serve_command),
+        "queries": html.escape(f"{paths.queries}/"),
         "time": duration(report["seconds"]),
         "rate": f"{report['images_per_second']:,.0f}",
         "classes": f"{report['training']['classes']:,}",
@@ -102,21 +102,12 @@ def _inline_svg(save: Callable[[io.BytesIO], object]) -> str:
 # Images and their neighbours ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """A neighbour's row in the index, its cosine, and whether it has the query's identity."""
+class Query(NamedTuple):
+    """A query's row in the index; rows and cosines of its neighbours, without itself, nearest first."""
 
     row: int
-    score: float
-    same: bool
-
-
-@dataclass(frozen=True)
-class Query:
-    """A query's row in the index, and its neighbours without itself, nearest first."""
-
-    row: int
-    neighbours: list[Neighbour]
+    neighbours: np.ndarray
+    scores: np.ndarray
 
 
 def choose_queries(index: Index, drawn: int = 6, wrong: int = 2, k: int = 8, seed: int = 0) -> list[Query]:
@@ -128,29 +119,20 @@ def choose_queries(index: Index, drawn: int = 6, wrong: int = 2, k: int = 8, see
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(index))
     first_rows = order[np.unique(index.labels[order], return_index=True)[1]]
-    queries = [
-        Query(int(row), _neighbours(index, int(row), found.rows[row], found.scores[row])[:k])
-        for row in generator.permutation(first_rows)
-    ]
-    failures = [query for query in queries if not query.neighbours[0].same]
-    return queries[:drawn] + [query for query in failures if query not in queries[:drawn]][:wrong]
-
-
-def _neighbours(index: Index, query: int, rows: np.ndarray, scores: np.ndarray) -> list[Neighbour]:
-    label = index.labels[query]
-    return [
-        Neighbour(int(row), float(score), bool(index.labels[row] == label))
-        for row, score in zip(rows, scores, strict=True)
-        if row != query
-    ]
+    queries = []
+    for row in generator.permutation(first_rows).tolist():
+        others = found.rows[row] != row
+        queries.append(Query(row, found.rows[row][others][:k], found.scores[row][others][:k]))
+    failures = [query for query in queries[drawn:] if index.labels[query.neighbours[0]] != index.labels[query.row]]
+    return queries[:drawn] + failures[:wrong]
 
 
 def _query_html(index: Index, images: ImageDataset, query: Query) -> str:
     """A query and its neighbours; the index' ids are positions in the dataset that was embedded."""
     neighbours = "".join(
-        f'<figure class="{"same" if neighbour.same else "other"}">{_image(images, int(index.ids[neighbour.row]))}'
-        f"<figcaption>{neighbour.score:.2f}</figcaption></figure>"
-        for neighbour in query.neighbours
+        f'<figure class="{"same" if index.labels[row] == index.labels[query.row] else "other"}">'
+        f"{_image(images, int(index.ids[row]))}<figcaption>{score:.2f}</figcaption></figure>"
+        for row, score in zip(query.neighbours, query.scores, strict=True)
     )
     first = _image(images, int(index.ids[query.row]))
     return f"<div class=result><figure class=query>{first}<figcaption>query</figcaption></figure>{neighbours}</div>"

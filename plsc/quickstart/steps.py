@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,60 +17,23 @@ from plsc.embedding.export import export_onnx
 from plsc.errors import PlscError
 from plsc.evaluation import evaluate, raw_pixels
 from plsc.evaluation.embedding import ImageSource
-from plsc.evaluation.evaluator import EvaluationSet, open_set
+from plsc.evaluation.evaluator import open_set
 from plsc.evaluation.roc import Roc
 from plsc.files import make_folder, read_json, write_json
 from plsc.index import Index
 from plsc.models import create, load_model
-from plsc.models.preprocessing import ImageSize
 from plsc.parallel import Mesh
 from plsc.parallel.launch import launch
 from plsc.progress import show
-from plsc.quickstart.gallery import GalleryPaths, clear_gallery, fill_gallery
+from plsc.quickstart import QuickstartPaths
+from plsc.quickstart.gallery import clear_gallery, fill_gallery
 
 T = TypeVar("T")
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
-CONFIG = "avatars_quickstart"  # a shipped configuration
-UNSEEN = "avatars:400x6@1000000"  # identities from number 1,000,000: no configuration trains on them
 _CPU_RANKS = 2
 _MAX_GPU_RANKS = 2
 _CURVES = ("roc", "scores")  # keys of an evaluation that the report draws and report.json leaves out
-
-
-@dataclass(frozen=True)
-class QuickstartPaths:
-    """Output paths below ``out``, and the inputs: a configuration, overrides of its keys, and the unseen identities."""
-
-    out: Path
-    unseen: str = UNSEEN
-    config: str = CONFIG
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def run(self) -> Path:
-        """The training run's directory."""
-        return self.out / "run"
-
-    @property
-    def embeddings(self) -> Path:
-        """The embedding set of the unseen identities."""
-        return self.out / "unseen.emb"
-
-    @property
-    def index(self) -> Path:
-        """The index over it."""
-        return self.out / "unseen.idx"
-
-    @property
-    def gallery(self) -> GalleryPaths:
-        """The gallery of the unseen identities, its calibration and the pictures to search it by."""
-        return GalleryPaths(self.out)
-
-    @property
-    def report(self) -> Path:
-        """The figures as JSON; the page lies beside it."""
-        return self.out / "report.json"
 
 
 @dataclass(frozen=True)
@@ -91,17 +53,18 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
     start = time.monotonic()
     make_folder(paths.out)
     _clear_finished(paths)
-    rocs: dict[str, Roc] = {}
     training = _step("1/7 train on drawn identities", lambda: _train(paths))
-    curves = _step("2/7 evaluate on identities never seen in training, and compare", lambda: _evaluate(paths, rocs))
-    _step("3/7 embed the unseen identities", lambda: _embed(paths))
+    evaluating = "2/7 evaluate on identities never seen in training, and compare"
+    curves, rocs = _step(evaluating, lambda: _evaluate(paths))
+    embedding = ["embed", str(paths.run), "--data", paths.unseen, "--out", str(paths.embeddings), "--workers", "0"]
+    _step("3/7 embed the unseen identities", lambda: _launch(embedding))
     build = partial(Index.build, [paths.embeddings], paths.index, quiet=True, overwrite=True)
     index = _step("4/7 build a search index", build)
     same = _step("5/7 search", lambda: _search(index))
     exported = _step("6/7 export to ONNX, and compare", lambda: _export(paths))
     gallery = _step("7/7 enrol the unseen identities in a gallery", lambda: _fill(paths, rocs["trained"]))
     report = {
-        **{name: _without_curves(result) for name, result in curves.items()},
+        **{name: {key: result[key] for key in result if key not in _CURVES} for name, result in curves.items()},
         "seconds": round(time.monotonic() - start, 1),
         "images_per_second": round(training["images_per_second"], 1),
         "index": {**index.manifest["recall"], "kind": index.kind, "rows": len(index), "neighbour_is_same": same},
@@ -124,9 +87,9 @@ def _step(title: str, action: Callable[[], T]) -> T:
 def _clear_finished(paths: QuickstartPaths) -> None:
     """Remove the outputs of a finished quickstart; a stopped one has no report yet, and its outputs are resumed."""
     if paths.report.exists():
-        clear_gallery(paths.gallery)
+        clear_gallery(paths)
         paths.report.unlink()
-        for folder in (paths.run, paths.embeddings, paths.index, paths.gallery.queries):
+        for folder in (paths.run, paths.embeddings, paths.index, paths.queries):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -147,10 +110,11 @@ def _launch(arguments: list[str]) -> None:
         raise PlscError(f"`plsc {arguments[0]}` failed, see above: fix it and run quickstart again, which resumes")
 
 
-def _evaluate(paths: QuickstartPaths, rocs: dict[str, Roc]) -> dict[str, dict[str, Any]]:
+def _evaluate(paths: QuickstartPaths) -> tuple[dict[str, dict[str, Any]], dict[str, Roc]]:
     """Evaluate the trained backbone, the same one untrained, and raw pixels, all on the same pairs and probes.
 
-    ``rocs`` is filled with each one's exact ROC.
+    Returns:
+        The results with their curves, and the exact ROCs, each by name.
     """
     trained = open_embedder(paths.run)
     config = configuration.load(paths.run / "config.toml")
@@ -161,16 +125,18 @@ def _evaluate(paths: QuickstartPaths, rocs: dict[str, Roc]) -> dict[str, dict[st
     embedders: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
     data = open_set(paths.unseen, paths.unseen, trained.image_size)
     data = replace(data, images=_DrawnOnce(data.images))
-    curves = {}
+    curves: dict[str, dict[str, Any]] = {}
+    rocs: dict[str, Roc] = {}
+    single = Mesh(0, 1, 0, torch.device("cpu"))
     for name, embed in embedders.items():
-        curves[name], rocs[name] = _evaluate_one(embed, data, trained.image_size)
-    for name, result in curves.items():
+        roc: dict[str, Roc] = {}
+        evaluated = partial(evaluate, image_size=trained.image_size, mesh=single, curves=True, quiet=True, rocs=roc)
+        result = evaluated(embed, [data])[data.name]
+        curves[name], rocs[name] = result, roc[data.name]
         tar = result["tar@far"]["1e-3"]
-        show(
-            f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}"
-            + ("" if tar is None else f"   TAR at FAR 1e-3 {tar:.4f}")
-        )
-    return curves
+        shown = "" if tar is None else f"   TAR at FAR 1e-3 {tar:.4f}"
+        show(f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}{shown}")
+    return curves, rocs
 
 
 class _DrawnOnce:
@@ -181,16 +147,6 @@ class _DrawnOnce:
 
     def __len__(self) -> int:
         return len(self._images)
-
-
-def _evaluate_one(embed: Embed, data: EvaluationSet, image_size: ImageSize) -> tuple[dict[str, Any], Roc]:
-    single, rocs = Mesh(0, 1, 0, torch.device("cpu")), dict[str, Roc]()
-    results = evaluate(embed, [data], image_size=image_size, mesh=single, curves=True, quiet=True, rocs=rocs)
-    return results[data.name], rocs[data.name]
-
-
-def _embed(paths: QuickstartPaths) -> None:
-    _launch(["embed", str(paths.run), "--data", paths.unseen, "--out", str(paths.embeddings), "--workers", "0"])
 
 
 def _search(index: Index) -> float:
@@ -210,10 +166,6 @@ def _export(paths: QuickstartPaths) -> dict[str, Any]:
 
 
 def _fill(paths: QuickstartPaths, roc: Roc) -> dict[str, int]:
-    filled = fill_gallery(paths.gallery, paths.unseen, EmbeddingSet(paths.embeddings), roc)
+    filled = fill_gallery(paths, EmbeddingSet(paths.embeddings), roc)
     show(f"   {filled['people']} people, {filled['faces']:,} faces; {filled['queries']} pictures to search by")
     return filled
-
-
-def _without_curves(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in _CURVES}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.config import Config, DataConfig, check_together, make_margin, stage_configs
-from plsc.data.dataset import ImageDataset, open_dataset
+from plsc.data import ImageDataset, open_dataset
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
 from plsc.data.transforms import RotatedDataset

@@ -11,13 +11,6 @@ from plsc.data.alignment import TEMPLATE, align_face, similarity_transform, warp
 from plsc.errors import DataError
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.4, -2.5, np.pi])
-def test_a_similarity_is_recovered(angle):
-    matrix = similarity_transform(move(TEMPLATE, angle, 1.7, [5, -9]), TEMPLATE)
-    back = move(TEMPLATE, angle, 1.7, [5, -9]) @ matrix[:, :2].T + matrix[:, 2]
-    np.testing.assert_allclose(back, TEMPLATE, atol=1e-9)
-
-
 def test_the_transform_is_the_least_squares_one():
     generator = np.random.default_rng(0)
     for _ in range(20):

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plsc.data import open_dataset
 from plsc.data.avatars import MAX_IMAGES, AvatarDataset, open_avatars, parse_spec
-from plsc.data.dataset import open_dataset
 from plsc.errors import UsageError
 
 DIGEST = """
@@ -112,41 +112,25 @@ def test_a_spec_names_identities_images_and_the_first(spec: str, expected: tuple
     assert parse_spec(spec) == expected
 
 
+MALFORMED = [
+    "avatars:", "avatars:20", "avatars:20x", "avatars:x3", "avatars:-2x3", "avatars:2x3@", "avatars:2x3@-1",
+    "avatars:2.5x3", "avatars:2x3x4", "avatars:２x3", "avatars:2x3 ", "avatars:2x3\n", "avatars:" + "9" * 30 + "x1",
+    "faces:2x3",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "size", "why"),
     [
-        "avatars:",
-        "avatars:20",
-        "avatars:20x",
-        "avatars:x3",
-        "avatars:-2x3",
-        "avatars:2x3@",
-        "avatars:2x3@-1",
-        "avatars:2.5x3",
-        "avatars:2x3x4",
-        "avatars:２x3",
-        "avatars:2x3 ",
-        "avatars:2x3\n",
-        "faces:2x3",
-        "avatars:" + "9" * 30 + "x1",
+        *((spec, 48, "avatars:IDSxIMAGES") for spec in MALFORMED),
+        *((spec, 48, spec) for spec in ("avatars:0x3", "avatars:3x0", f"avatars:{MAX_IMAGES}x2")),
+        *(("avatars:2x3", size, f"image_size {size}") for size in (0, 15, 513)),
     ],
 )
-def test_a_malformed_spec_is_refused_by_name(spec: str) -> None:
-    with pytest.raises(UsageError, match="avatars:IDSxIMAGES") as caught:
-        parse_spec(spec)
+def test_a_wrong_spec_or_size_is_refused_by_name(spec: str, size: int, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        open_avatars(spec, image_size=size)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("spec", ["avatars:0x3", "avatars:3x0", f"avatars:{MAX_IMAGES}x2"])
-def test_a_count_out_of_range_is_refused(spec: str) -> None:
-    with pytest.raises(UsageError, match=spec):
-        open_avatars(spec)
-
-
-@pytest.mark.parametrize("size", [0, 15, 513])
-def test_a_size_out_of_range_is_refused(size: int) -> None:
-    with pytest.raises(UsageError, match=f"image_size {size}"):
-        open_avatars("avatars:2x3", image_size=size)
 
 
 @pytest.mark.parametrize("index", [-1, 6])

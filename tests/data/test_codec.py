@@ -1,6 +1,5 @@
 """Every kind of picture becomes uint8 RGB; bombs and rubbish are refused by name."""
 
-import random
 import struct
 import tracemalloc
 import zlib
@@ -14,9 +13,9 @@ from PIL import Image
 from support.pictures import stored
 
 from plsc.data import decode_image, read_image
-from plsc.data.codec import encode_image, image_pixels, resize_image, suffix_of
+from plsc.data.codec import encode_image, image_pixels, resize_image
 from plsc.errors import DataError
-from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size
+from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size, suffix_of
 
 
 def gradient(width: int = 24, height: int = 16) -> Any:
@@ -67,28 +66,6 @@ def test_transparent_pixels_are_white() -> None:
         assert decoded[:, 1, 1].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_exif_orientation(orientation: int, kind: str) -> None:
-    upright = gradient(24, 16)
-    back = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }.get(orientation)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = stored(upright.transpose(back) if back is not None else upright, kind, exif=exif, quality=95)
-    image = decode_image(data, "x")
-    assert image.shape == (3, 16, 24)
-    expected = torch.from_numpy(np.array(upright)).permute(2, 0, 1)
-    assert (image.int() - expected.int()).abs().float().mean() < 4
-
-
 def png_of_size(width: int, height: int) -> bytes:
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -122,24 +99,6 @@ def test_the_limit_is_a_parameter() -> None:
         assert decode_image(data, "x", max_pixels=24 * 16).shape == (3, 16, 24)
         with pytest.raises(DataError, match="x has 24 x 16 pixels"):
             decode_image(data, "x", max_pixels=24 * 16 - 1)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
-def test_damaged_images_never_raise_anything_else(kind: str) -> None:
-    data = stored(gradient(), kind)
-    chance = random.Random(0)
-    refused = 0
-    for _ in range(300):
-        broken = bytearray(data)
-        for _ in range(chance.choice([1, 3, 10])):
-            broken[chance.randrange(len(broken))] = chance.randrange(256)
-        try:
-            image = decode_image(bytes(broken[: chance.choice([len(data), chance.randrange(len(data))])]), "file.x")
-        except DataError as error:
-            refused += "file.x" in str(error)
-        else:
-            assert image.dtype == torch.uint8
-    assert refused > 50
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xd8\xff", b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\x89PNG\r\n\x1a\n"])

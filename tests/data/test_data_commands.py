@@ -37,23 +37,6 @@ def contents(source: Path) -> list[tuple[str, bytes]]:
     return [(data.class_names[int(data.labels[i])], data.encoded(i)) for i in range(len(data))]
 
 
-def test_convert_there_and_back(faces: Path, tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    assert main(["data", "convert", str(faces), str(tmp_path / "x/faces.rec"), "--json", str(result)]) == 0
-    assert json.loads(result.read_text()) == {
-        "out": str(tmp_path / "x/faces.rec"),
-        "images": 9,
-        "classes": 3,
-        "left_out": 0,
-    }
-    assert contents(tmp_path / "x/faces.rec") == contents(faces)
-    assert (tmp_path / "x/property").read_text() == "3,12,10\n"
-    assert main(["data", "convert", str(tmp_path / "x"), str(tmp_path / "back")]) == 0
-    assert contents(tmp_path / "back") == contents(faces)
-    assert main(["data", "convert", str(tmp_path / "back/images.tsv"), str(tmp_path / "again.rec")]) == 0
-    assert contents(tmp_path / "again.rec") == contents(faces)
-
-
 def test_convert_resizes(faces: Path, tmp_path: Path) -> None:
     arguments = ["--size", "16", "--encoding", "png"]
     assert main(["data", "convert", str(faces), str(tmp_path / "small"), *arguments]) == 0

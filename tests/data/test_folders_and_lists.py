@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from plsc.data import open_dataset
-from plsc.data.dataset import map_names, map_numbers
-from plsc.data.string_column import PackedStringColumn
+from plsc.data.dataset import PackedStringColumn, map_names, map_numbers
 from plsc.errors import DataError, UsageError
 
 

@@ -7,28 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.numbered_images import Numbered
 
 from plsc.data import ImageDataset, TrainLoader
 from plsc.data.image_cache import open_cache
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier
-
-
-class Counted(ImageDataset):
-    """Images of noise, which count how often they are read."""
-
-    def __init__(self, count: int = 30, size: int = 8) -> None:
-        super().__init__("counted", np.arange(count, dtype=np.int64) % 5, list("abcde"), size)
-        self.reads = 0
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def image(self, index: int) -> torch.Tensor:
-        self.reads += 1
-        noise = torch.Generator().manual_seed(index)
-        return torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8, generator=noise)
 
 
 def epoch(dataset: ImageDataset, cache: str) -> torch.Tensor:
@@ -40,7 +25,7 @@ def epoch(dataset: ImageDataset, cache: str) -> torch.Tensor:
 
 
 def test_memory_reads_each_image_once():
-    data = Counted()
+    data = Numbered()
     loader = TrainLoader(data, batch_size=10, rank=0, world_size=1, seed=3, cache="memory")
     assert [sum(len(images) for images, _ in loader) for _ in range(3)] == [30, 30, 30]
     assert data.reads == 30
@@ -49,7 +34,7 @@ def test_memory_reads_each_image_once():
 
 
 def test_more_than_the_memory_is_refused_or_not_cached():
-    data = Counted()
+    data = Numbered()
     data.image_size = 10**7
     with pytest.raises(UsageError, match=r'do not fit in the free memory; give data.cache = "disk:PATH"'):
         open_cache("memory", data)
@@ -59,9 +44,9 @@ def test_more_than_the_memory_is_refused_or_not_cached():
 
 
 def test_a_file_serves_later_runs_and_damaged_images_are_read_anew(tmp_path: Path):
-    folder, reference = tmp_path / "new" / "cache", epoch(Counted(), "none")
-    cache, later = f"disk:{folder}", Counted()
-    assert torch.equal(epoch(Counted(), cache), reference)
+    folder, reference = tmp_path / "new" / "cache", epoch(Numbered(), "none")
+    cache, later = f"disk:{folder}", Numbered()
+    assert torch.equal(epoch(Numbered(), cache), reference)
     assert torch.equal(epoch(later, cache), reference)
     assert later.reads == 0
     (file,) = folder.iterdir()
@@ -73,7 +58,7 @@ def test_a_file_serves_later_runs_and_damaged_images_are_read_anew(tmp_path: Pat
     os.truncate(file, file.stat().st_size - 2 * 192)
     assert torch.equal(epoch(later, cache), reference)
     assert later.reads == 3
-    other = Counted(29)
+    other = Numbered(29)
     epoch(other, cache)
     assert other.reads == 29
     assert len(list(folder.iterdir())) == 2
@@ -85,12 +70,12 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match=r"cannot take the 0.0 GiB of the decoded images \(No space left on device\)"):
-        open_cache(f"disk:{tmp_path}", Counted())
+        open_cache(f"disk:{tmp_path}", Numbered())
 
 
 def _share(mesh: Mesh) -> tuple[int, bool]:
     """Images that this rank reads where the ranks before it have read theirs; and whether all pixels are right."""
-    data, whole = Counted(), epoch(Counted(), "none")
+    data, whole = Numbered(), epoch(Numbered(), "none")
     cache = open_cache("memory", data, partial(all_gather_object, mesh=mesh))
     assert cache is not None
     images, read = torch.zeros(30, 3, 8, 8, dtype=torch.uint8), 0

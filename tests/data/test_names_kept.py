@@ -1,5 +1,6 @@
 """Conversions keep the images' names, never replace an output unasked, and survive a kill at any moment."""
 
+import json
 import os
 import signal
 import warnings
@@ -43,8 +44,12 @@ def test_a_rec_knows_the_paths_of_its_images(faces: Path, tmp_path: Path) -> Non
 
 
 def test_there_and_back_gives_the_same_files(faces: Path, tmp_path: Path) -> None:
-    assert run("convert", faces, tmp_path / "x.rec") == 0
-    assert run("convert", tmp_path / "x.rec", tmp_path / "back") == 0
+    out, result = tmp_path / "x/faces.rec", tmp_path / "result.json"
+    assert run("convert", faces, out, "--json", result) == 0
+    assert json.loads(result.read_text()) == {"out": str(out), "images": 4, "classes": 2, "left_out": 0}
+    assert (tmp_path / "x/property").read_text() == "2,12,12\n"
+    assert run("convert", tmp_path / "x", tmp_path / "back") == 0
+    assert contents(out) == contents(tmp_path / "back") == contents(faces)
     for name in NAMES:
         assert (tmp_path / "back" / name).read_bytes() == (faces / name).read_bytes()
     lines = (tmp_path / "back/images.tsv").read_text(encoding="utf-8").splitlines()
@@ -92,22 +97,9 @@ def test_odd_names_survive_a_rec(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    "\tx",
-    "\nx",
-    "\rx",
-    "x\ty",
-    "\ufeffx",
-    " x",
-    "x ",
-    " ",
-    "\x1cx",
-    "x\x85",
-    "\xa0",
-    "images.tsv",
-    "\udcffx",
-    "\\",
+    "\tx", "\nx", "\rx", "x\ty", "\ufeffx", " x", "x ", " ", "\x1cx", "x\x85", "\xa0", "images.tsv", "\udcffx", "\\",
     "ü",
-]
+]  # fmt: skip
 
 
 def test_a_written_list_is_read_whatever_the_names_are(tmp_path: Path) -> None:

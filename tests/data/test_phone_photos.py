@@ -163,11 +163,3 @@ def test_heic_without_its_reader(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (tmp_path / "list.txt").write_text("photos/ann/a.heic\tann\n")
     with pytest.raises(DataError, match=r"a\.heic of .* does not decode \(HEIC; pip install plsc-torch.heic. reads it"):
         open_dataset(tmp_path / "list.txt").image(0)
-
-
-def test_a_device_and_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
-    for name in ("pipe.jpg", "zero.jpg"):
-        with pytest.raises(DataError, match=f"cannot read .*{name}: it is no regular file"):
-            read_image(tmp_path / name)

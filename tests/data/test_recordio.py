@@ -93,27 +93,16 @@ def colour(image: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_convention_with_header(tmp_path: Path, index: bool) -> None:
-    path = write_foreign(tmp_path, with_header([0, 0, 1, 1, 1]), index=index)
-    data = open_dataset(path, image_size=16)
-    assert [data.key(i) for i in range(len(data))] == ["1", "2", "3", "4", "5"]
-    assert data.labels.tolist() == [0, 0, 1, 1, 1]
-    assert data.labels.dtype == np.int64
-    assert [colour(data.image(i)) for i in range(5)] == [1, 2, 3, 4, 5]
-    assert data.skipped == {}
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_convention_without_header(tmp_path: Path, index: bool) -> None:
-    data = open_dataset(write_foreign(tmp_path, without_header([1, 0, 1]), index=index), image_size=None)
-    assert [data.key(i) for i in range(3)] == ["0", "1", "2"]
-    assert data.labels.tolist() == [1, 0, 1]
-    assert [colour(data.image(i)) for i in range(3)] == [0, 1, 2]
-
-
-def test_the_folder_of_a_rec_opens_it(tmp_path: Path) -> None:
-    write_foreign(tmp_path, with_header([0, 1]))
-    assert len(open_dataset(tmp_path)) == 2
+@pytest.mark.parametrize("header", [True, False])
+def test_both_conventions(tmp_path: Path, index: bool, header: bool) -> None:
+    labels = [0, 0, 1, 0, 1]
+    path = write_foreign(tmp_path, with_header(labels) if header else without_header(labels), index=index)
+    for source in (path, tmp_path):  # the folder of a .rec opens it
+        data = open_dataset(source, image_size=16)
+        assert [data.key(i) for i in range(len(data))] == [str(key + header) for key in range(5)]
+        assert (data.labels.tolist(), data.labels.dtype, data.skipped) == (labels, np.int64, {})
+        copy = pickle.loads(pickle.dumps(data))  # as it goes into other processes
+        assert [colour(copy.image(i)) for i in range(5)] == [key + header for key in range(5)]
 
 
 def test_keys_come_in_order_whatever_the_index_says(tmp_path: Path) -> None:
@@ -265,22 +254,6 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
         open_dataset(tmp_path / "text.rec")
 
 
-@SMALL
-@given(place=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.integers(1, 10_000))
-def test_no_damage_escapes_as_another_error(tmp_path: Path, place: int, value: int, cut: int) -> None:
-    path = write_foreign(tmp_path, with_header([0, 0, 1, 1]))
-    content = bytearray(path.read_bytes())
-    content[place % len(content)] = value
-    path.write_bytes(content[: max(1, cut % (2 * len(content)))])
-    try:
-        data = open_dataset(path, image_size=8)
-    except DataError:
-        return
-    for index in range(len(data)):
-        with contextlib.suppress(DataError):
-            assert data.image(index).shape == (3, 8, 8)
-
-
 def test_a_large_table_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plsc.data.record_dataset, "CACHE_FROM", 3)
     path = write_foreign(tmp_path, without_header([5, 6, 7]))
@@ -301,18 +274,14 @@ def test_a_large_table_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.M
     assert list(open_dataset(path).class_names) == ["5", "6", "8", "9"]
 
 
-def test_it_pickles_into_other_processes(tmp_path: Path) -> None:
-    data = open_dataset(write_foreign(tmp_path, with_header([0, 1])))
-    copy = pickle.loads(pickle.dumps(data))
-    assert torch.equal(copy.image(1), data.image(1))
-
-
 def test_written_files_follow_the_convention(tmp_path: Path) -> None:
     path = tmp_path / "mine.rec"
     images = [image_bytes(n) + struct.pack("<I", MAGIC) * 3 for n in range(5)]
-    with record_writer(path, ["ann", "bob"], expected=5) as writer:
-        for image, label in zip(images, [0, 0, 0, 1, 1], strict=True):
-            writer.add(image, label)
+    with record_writer(path, expected=5) as writer:
+        for number, image in enumerate(images):
+            if number in (0, 3):
+                writer.begin_class(("ann", "bob")[number // 3])
+            writer.add(image, f"{number}.png")
     content = path.read_bytes()
     assert struct.unpack_from("<II", content) == (MAGIC, 32)
     assert struct.unpack_from("<IfQQ2f", content, 8) == (2, 0.0, 0, 0, 6.0, 8.0)
@@ -329,25 +298,30 @@ def test_written_files_follow_the_convention(tmp_path: Path) -> None:
 
 def test_an_interrupted_writer_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.rec"
-    with record_writer(path, ["a"], expected=1) as writer:
-        writer.add(image_bytes(1), 0)
+    with record_writer(path, expected=1) as writer:
+        writer.begin_class("a")
+        writer.add(image_bytes(1), "1.png")
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="exists already"), record_writer(path, ["a"], expected=9):
+    with pytest.raises(UsageError, match="exists already"), record_writer(path, expected=9):
         pass
-    with contextlib.suppress(RuntimeError), record_writer(path, ["a"], expected=9, overwrite=True) as writer:
-        writer.add(image_bytes(2), 0)
+    with contextlib.suppress(RuntimeError), record_writer(path, expected=9, overwrite=True) as writer:
+        writer.begin_class("a")
+        writer.add(image_bytes(2), "2.png")
         raise RuntimeError("cut off")
     assert path.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.classes.json", "mine.idx", "mine.rec", "property"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("mine.classes.json", "mine.idx", "mine.keys.tsv", "mine.rec", "property")
+    ]
 
 
 def test_numbers_past_float32_use_the_other_convention(tmp_path: Path) -> None:
     path = tmp_path / "mine.rec"
-    with record_writer(path, ["a", "b"], expected=50_000_000) as writer:
-        writer.add(image_bytes(1), 0)
-        writer.add(image_bytes(2), 1)
+    with record_writer(path, expected=50_000_000) as writer:
+        for number, name in enumerate("ab"):
+            writer.begin_class(name)
+            writer.add(image_bytes(number), f"{name}.png")
     data = open_dataset(path)
-    assert [data.key(i) for i in range(2)] == ["0", "1"]
+    assert [data.record_key(i) for i in range(2)] == ["0", "1"]
     assert data.labels.tolist() == [0, 1]
 
 

@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
 from plsc.data import open_dataset
-from plsc.data.loader import TrainLoader
 from plsc.data.transforms import RotatedDataset
 
 
@@ -28,14 +26,3 @@ def test_four_classes_of_each(plain):
         name = plain.class_names[int(plain.labels[place])]
         assert rotated.class_names[int(rotated.labels[index])] == (f"{name} turned by {90 * turns}" if turns else name)
         assert rotated.key(index).startswith(plain.key(place))
-
-
-def test_the_loader_gives_every_turn_once(plain):
-    rotated = RotatedDataset(plain)
-    loader = TrainLoader(rotated, batch_size=5, rank=0, world_size=1, seed=3, augment="none")
-    batches = list(loader)
-    labels = torch.cat([labels for _, labels in batches])
-    assert sorted(labels.tolist()) == sorted(rotated.labels.tolist())
-    images = torch.cat([images for images, _ in batches])
-    wanted = {rotated.image(i).numpy().tobytes() for i in range(len(rotated))}
-    assert {image.numpy().tobytes() for image in images} == wanted

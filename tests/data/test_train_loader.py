@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.numbered_images import Numbered
 
 from plsc.data import ImageDataset, TrainLoader
 from plsc.data.loader import (
@@ -27,28 +28,6 @@ from plsc.data.transforms import augment_batch, sample_keys
 from plsc.errors import DataError, UsageError
 
 SIZE = 8
-
-
-class Numbered(ImageDataset):
-    """Images that carry their own number in their first column."""
-
-    def __init__(self, count: int, bad: frozenset[int] = frozenset(), size: int = SIZE) -> None:
-        super().__init__("numbered", np.arange(count, dtype=np.int64) % 5, [str(n) for n in range(5)], size)
-        self.bad, self.reads = bad, 0
-
-    def key(self, index: int) -> str:
-        return f"n{index}"
-
-    def image(self, index: int) -> torch.Tensor:
-        self.reads += 1
-        if index in self.bad:
-            raise DataError(f"n{index} is broken")
-        assert self.image_size is not None
-        noise = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 256, (3, self.image_size, self.image_size), dtype=torch.uint8, generator=noise)
-        image[0] = index % 256
-        image[1] = index // 256
-        return image
 
 
 def loaders(data: ImageDataset, world: int, batch_size: int, **options: Any) -> list[TrainLoader]:

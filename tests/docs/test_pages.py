@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import page_files
+from support.page_files import SIDE
 from support.page_runner import ROOT, PageRun, blocks_of, options_of
 
 from plsc import config
@@ -47,13 +48,9 @@ SETTINGS = {
             **QUICK_DOCTOR,
         },
     ),
-    "index.md": Setting(
-        files="photos/ points.csv unseen/ someone.jpg lfw.bin cfp_fp.bin faces.toml",
-        replaced=QUICK_DOCTOR,
-    ),
+    "index.md": Setting("photos/ points.csv unseen/ someone.jpg lfw.bin cfp_fp.bin faces.toml", replaced=QUICK_DOCTOR),
     "distributed.md": Setting(
-        files="faces.toml faces.rec lfw.bin unseen/ photos/",
-        replaced={"/shared/": "shared/", **QUICK_DOCTOR},
+        "faces.toml faces.rec lfw.bin unseen/ photos/", replaced={"/shared/": "shared/", **QUICK_DOCTOR}
     ),
     "training.md": Setting(files="faces.rec"),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
@@ -67,18 +64,19 @@ SETTINGS = {
     ),
     "python.md": Setting(
         files="photos/ points.csv unseen/ lfw.bin a.jpg b.jpg",
-        replaced={
-            "200x10": "8x4",
-            "112": str(page_files.SIDE),
-            '("resnet8"': f'("resnet8", image_size={page_files.SIDE}',
-        },
+        replaced={"200x10": "8x4", "112": f"{SIDE}", '("resnet8"': f'("resnet8", image_size={SIDE}'},
     ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "serving.md": Setting(
         files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/",
-        replaced={"112": str(page_files.SIDE)},  # a small model
+        replaced={"112": f"{SIDE}"},  # a small model
     ),
 }
+
+
+def sentences(page: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def run_page(page: Path, folder: Path) -> PageRun:
@@ -98,7 +96,6 @@ def test_every_block_runs_as_written(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_stand_in_blocks_that_run(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
     for block in blocks_of(page):
         assert block.language, f"{page.name}:{block.line}: the block has no language"
         if block.language == "toml":
@@ -106,8 +103,7 @@ def test_commands_stand_in_blocks_that_run(page: Path) -> None:
         if block.language not in ("sh", "python"):
             found = re.search(r"^\s*(\$ )?(plsc|torchrun|curl|pip) .*", block.text, flags=re.MULTILINE)
             assert not found, f"{page.name}:{block.line}: {found[0]}"
-    outside = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert not re.findall(r"^ {4,}(?:plsc|torchrun|curl|pip) .*", outside, flags=re.MULTILINE)
+    assert not re.findall(r"^ {4,}(?:plsc|torchrun|curl|pip) .*", sentences(page), flags=re.MULTILINE)
 
 
 def test_readme_stays_short() -> None:
@@ -116,8 +112,7 @@ def test_readme_stays_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_in_sentences_have_the_options_that_they_show(page: Path) -> None:
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for span in re.findall(r"`(plsc [^`]+)`", text):
+    for span in re.findall(r"`(plsc [^`]+)`", sentences(page)):
         command = span.split()[1].split("|")[0].rstrip(":")
         if command not in COMMANDS:
             assert command.isupper() or command.startswith("-"), span

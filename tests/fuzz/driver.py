@@ -4,12 +4,13 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from fuzz.mutations import mutated_bytes
 from plsc.errors import PlscError
 
 LONGEST_MESSAGE = 1 << 17  # a line of the file; commands print the beginning alone
@@ -33,6 +34,28 @@ class Target:
     name: str
     make: Callable[[random.Random], bytes]
     run: Callable[[bytes], None]
+
+
+def damaged(name: str, valid: Sequence[bytes], run: Callable[[bytes], None], also: Sequence[bytes] = ()) -> Target:
+    """What reads one of ``valid``, damaged; some damage takes a piece of another, or of ``also``."""
+    return Target(name, lambda rng: mutated_bytes(rng.choice(valid), [*valid, *also], rng), run)
+
+
+def damaged_member(name: str, members: Mapping[str, bytes], run: Callable[[str, bytes], None]) -> Target:
+    """What reads several files of which one is damaged; an input is the number of that, and its bytes."""
+    names, valid = list(members), list(members.values())
+
+    def make(rng: random.Random) -> bytes:
+        number = rng.randrange(len(names))
+        return bytes([number]) + mutated_bytes(valid[number], valid, rng)
+
+    return Target(name, make, lambda content: run(names[content[0] % len(names) if content else 0], content[1:]))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by their paths below it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @dataclass(frozen=True)

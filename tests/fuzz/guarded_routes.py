@@ -19,7 +19,7 @@ from support.live_service import Live, live_service, vectors
 
 from fuzz.driver import Target, Violation
 from fuzz.mutations import as_json, mutated_value
-from fuzz.routes import PROXIES, PROXY_VALUES, check_answer, damaged_path, requests
+from fuzz.routes import PROXIES, PROXY_VALUES, answer_to, damaged_path, described_routes, requests
 from plsc.serve.tokens import add_token, read_tokens
 
 MINE, THEIRS = "Ottokar", "Hermenegild"  # in all that is stored of each collection's persons
@@ -75,13 +75,9 @@ def guarded_service(folder: Path) -> Iterator[Guarded]:
 
 
 def _fill(guarded: Guarded, collection: str, word: str) -> None:
+    about = {"metadata": {"of": word}}
     persons = [
-        {
-            "name": f"{word} {n}",
-            "external_id": f"{word}-{n}",
-            "metadata": {"of": word},
-            "faces": [{"vector": row.tolist()}],
-        }
+        {"name": f"{word} {n}", "external_id": f"{word}-{n}", "faces": [{"vector": row.tolist()}], **about}
         for n, row in enumerate(vectors(3, seed=len(word)))
     ]
     for path, body in (("", {"name": collection}), (f"/{collection}/persons", {"persons": persons})):
@@ -95,18 +91,9 @@ def targets(guarded: Guarded) -> list[Target]:
     return [_token(guarded, name, secret) for name, secret in guarded.secrets.items()]
 
 
-def _samples(guarded: Guarded) -> dict[str, Any]:
-    found = dict(requests())
-    described = guarded.live.http.get("/openapi.json").json()["paths"]
-    for path, methods in described.items():
-        place = re.sub(r"\{[^}]*\}", "1", path.replace("{collection}", "people").replace("{model}", "linear"))
-        for method in methods:
-            found.setdefault(f"{method.upper()} {place}", None if method == "get" else {})
-    return found
-
-
 def _token(guarded: Guarded, name: str, secret: str) -> Target:
-    samples = _samples(guarded)
+    described = described_routes(guarded.live)
+    samples = {**{route: None if route.startswith("GET ") else {} for route in described}, **requests()}
     theirs = guarded.theirs()
 
     def make(rng: random.Random) -> bytes:
@@ -117,22 +104,18 @@ def _token(guarded: Guarded, name: str, secret: str) -> Target:
         headers = {"Content-Type": "application/json"}
         if rng.random() < 0.3:
             headers[rng.choice(PROXIES)] = rng.choice(PROXY_VALUES)
-        if body is None:
-            return json.dumps([method, path, headers]).encode() + b"\n"
-        content = as_json(body if rng.random() < 0.5 else mutated_value(body, rng), rng)
+        content = b""
+        if body is not None:
+            content = as_json(body if rng.random() < 0.5 else mutated_value(body, rng), rng)
         return json.dumps([method, path, headers]).encode() + b"\n" + content
 
     def run(content: bytes) -> None:
-        head, _, sent = content.partition(b"\n")
-        method, path, headers = json.loads(head)
-        headers["Authorization"] = f"Bearer {secret}"
-        try:
-            answer = guarded.live.http.request(method, path, content=sent, headers=headers)
-        except (httpx.InvalidURL, httpx.LocalProtocolError):
-            return  # httpx does not send it
-        check_answer(answer, guarded.live.folder)
-        path = answer.request.url.raw_path.decode()  # httpx takes the start of //name for a host
-        _check_secrets(guarded, answer, path, sent)
+        answer = answer_to(guarded.live, content, Authorization=f"Bearer {secret}")
+        if answer is None:
+            return
+        # httpx takes the start of //name for a host
+        method, path = answer.request.method, answer.request.url.raw_path.decode()
+        _check_secrets(guarded, answer, path, content.partition(b"\n")[2])
         _check_role(name, answer, method, path)
         if method != "GET" and answer.status_code < 400:
             if guarded.theirs() != theirs:

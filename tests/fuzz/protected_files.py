@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from support.live_service import CONTRACT, DIM, vectors
 from untrusted.samples import Samples
 
-from fuzz.driver import Target, Violation
+from fuzz.driver import Target, Violation, damaged, damaged_member, files_below
 from fuzz.mutations import mutated_bytes
 from fuzz.readers import copied, describe_again, read_checkpoint, read_index, read_set
 from plsc.errors import IntegrityError, PlscError
@@ -40,7 +40,8 @@ LOG_FILES = 3
 def targets(samples: Samples, folder: Path) -> list[Target]:
     """Every target; they write into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [*_signed(samples, folder), *_encrypted(folder), _snapshot(samples, folder), _tokens(folder), _log(folder)]
+    snapshot = _snapshot("snapshot", samples.snapshot, folder / "plain/snapshot")
+    return [*_signed(samples, folder), *_encrypted(folder), snapshot, _tokens(folder), _log(folder)]
 
 
 # --- signatures ---
@@ -65,49 +66,40 @@ def _signed(samples: Samples, folder: Path) -> list[Target]:
 
 
 def _signed_folder(name: str, original: Path, changed: Path, public: Path, read: Callable[[Path], object]) -> Target:
-    names = sorted(str(path.relative_to(original)) for path in original.rglob("*") if path.is_file())
-    valid = [(original / each).read_bytes() for each in names]
+    files = files_below(original)
     signed = canonical_json(read_json(original / "manifest.json"))
 
-    def make(rng: random.Random) -> bytes:
-        number = rng.randrange(len(names))
-        return bytes([number, rng.randrange(2)]) + mutated_bytes(valid[number], valid, rng)
-
-    def run(content: bytes) -> None:
-        number = (content[0] if content else 0) % len(names)
-        place, text = copied(original, changed) / names[number], content[2:]
-        place.write_bytes(text)
-        if content[1:2] == b"\1" and place.name not in ("manifest.json", "manifest.json.sig"):
+    def run(file: str, content: bytes) -> None:
+        place = copied(original, changed) / file
+        place.write_bytes(content)
+        is_manifest = place.name in ("manifest.json", "manifest.json.sig")
+        if len(content) % 2 and not is_manifest:
             describe_again(changed, place)  # the forger writes the hashes anew
         with _asking_for(public):
             read(changed)
             verify_files(changed, read_json(changed / "manifest.json")["files"])
         if canonical_json(read_json(changed / "manifest.json")) != signed:
-            raise Violation(f"a manifest that was not signed is taken: {names[number]} was changed")
-        if place.name not in ("manifest.json", "manifest.json.sig") and text != valid[number]:
-            raise Violation(f"a file that was not signed is taken: {names[number]}")
+            raise Violation(f"a manifest that was not signed is taken: {file} was changed")
+        if not is_manifest and content != files[file]:
+            raise Violation(f"a file that was not signed is taken: {file}")
 
-    return Target(name, make, run)
+    return damaged_member(name, files, run)
 
 
 def _signed_file(original: Path, changed: Path, public: Path) -> Target:
-    model, signature = original.read_bytes(), original.with_name(f"{original.name}.sig").read_bytes()
+    names = (original.name, f"{original.name}.sig")
+    files = {name: original.with_name(name).read_bytes() for name in names}
 
-    def make(rng: random.Random) -> bytes:
-        return mutated_bytes(rng.choice((model, signature)), [model, signature], rng)
-
-    def run(content: bytes) -> None:
-        path = changed / original.name
-        path.parent.mkdir(exist_ok=True)
-        is_signature = len(content) < len(model) // 2
-        path.write_bytes(model if is_signature else content)
-        path.with_name(f"{path.name}.sig").write_bytes(content if is_signature else signature)
+    def run(file: str, content: bytes) -> None:
+        changed.mkdir(exist_ok=True)
+        for name in names:
+            (changed / name).write_bytes(content if name == file else files[name])
         with _asking_for(public):
-            load_model(path)
-        if not is_signature and content != model:
+            load_model(changed / original.name)
+        if file == original.name and content != files[file]:
             raise Violation("a model that was not signed is taken")
 
-    return Target("signed model", make, run)
+    return damaged_member("signed model", files, run)
 
 
 @contextmanager
@@ -139,7 +131,7 @@ def _encrypted(folder: Path) -> list[Target]:
     return [
         _key_table(keys, folder / "x.keys", master, known),
         _key_file(key_file.read_bytes(), folder / "x.key", master),
-        _encrypted_snapshot(snapshot, folder / "x.encrypted/20260101T000000000000Z", key_file, store / "keys"),
+        _snapshot("encrypted snapshot", snapshot, folder / "x.encrypted" / snapshot.name, key_file, store / "keys"),
     ]
 
 
@@ -168,56 +160,34 @@ def _key_table(valid: bytes, path: Path, master: bytes, known: list[bytes | None
 
 
 def _key_file(valid: bytes, path: Path, master: bytes) -> Target:
-    def make(rng: random.Random) -> bytes:
-        return mutated_bytes(valid, [valid, b"\n", b"==", b"-----BEGIN"], rng)
-
     def run(content: bytes) -> None:
         path.write_bytes(content)
         path.chmod(0o600)
         if len(read_key_file(path)) != len(master):
             raise Violation("a key of another length")
 
-    return Target("key file", make, run)
+    return damaged("key file", [valid], run, also=[b"\n", b"==", b"-----BEGIN"])
 
 
-def _encrypted_snapshot(original: Path, changed: Path, key_file: Path, keys: Path) -> Target:
-    database = (original / "gallery.sqlite").read_bytes()
+def _snapshot(
+    name: str, original: Path, changed: Path, key_file: Path | None = None, keys: Path | None = None
+) -> Target:
+    """A snapshot whose database is damaged, encrypted with ``keys``, restored."""
 
     def run(content: bytes) -> None:
-        _write_snapshot(original, changed, content)
-        _refused_or(lambda: check_readers(changed, key_file, keys))
+        copied(original, changed)
+        (changed / "gallery.sqlite").write_bytes(content)
+        describe_again(changed, changed / "gallery.sqlite")
+        if key_file is not None:
+            with suppress(PlscError):
+                check_readers(changed, key_file, keys)
         restored = changed.parent / "restored"
         shutil.rmtree(restored, ignore_errors=True)
         restore(changed, restored, key_file=key_file, keys=keys)
         with closing(open_store(restored, key_file=key_file)) as store:
             store.check()
 
-    return Target("encrypted snapshot", lambda rng: mutated_bytes(database, [database], rng), run)
-
-
-def _snapshot(samples: Samples, folder: Path) -> Target:
-    database, changed = (samples.snapshot / "gallery.sqlite").read_bytes(), folder / "plain/snapshot"
-
-    def run(content: bytes) -> None:
-        _write_snapshot(samples.snapshot, changed, content)
-        restored = changed.parent / "restored"
-        shutil.rmtree(restored, ignore_errors=True)
-        restore(changed, restored)
-        with closing(open_store(restored)) as store:
-            store.check()
-
-    return Target("snapshot", lambda rng: mutated_bytes(database, [database], rng), run)
-
-
-def _write_snapshot(original: Path, changed: Path, database: bytes) -> None:
-    copied(original, changed)
-    (changed / "gallery.sqlite").write_bytes(database)
-    describe_again(changed, changed / "gallery.sqlite")
-
-
-def _refused_or(read: Callable[[], object]) -> None:
-    with suppress(PlscError):
-        read()
+    return damaged(name, [(original / "gallery.sqlite").read_bytes()], run)
 
 
 # --- tokens and the audit log ---
@@ -227,7 +197,6 @@ def _tokens(folder: Path) -> Target:
     path = folder / "tokens.toml"
     add_token(path, "camera", "search", allow=["vectors"], collections=["staff"], rates=["searches=5/m"])
     add_token(path, "desk", "write", expires="2030-01-31")
-    valid = path.read_bytes()
 
     def run(content: bytes) -> None:
         path.write_bytes(content)
@@ -236,7 +205,7 @@ def _tokens(folder: Path) -> Target:
             if token.caller.role not in ("search", "read", "write", "admin"):
                 raise Violation(f"a role of {token.caller.role!r}")
 
-    return Target("tokens", lambda rng: mutated_bytes(valid, [valid, b'role = "admin"\n', b"[[token]]\n"], rng), run)
+    return damaged("tokens", [path.read_bytes()], run, also=[b'role = "admin"\n', b"[[token]]\n"])
 
 
 def _log(folder: Path) -> Target:
@@ -270,7 +239,8 @@ def _log(folder: Path) -> Target:
             path.with_name(f"{path.name}.{number}").write_bytes(file)
         path.write_bytes(newest)
         whole = [line for file in content.split(FILE_END) for line in file.split(b"\n")[:-1]]
-        _refused_or(lambda: _check_log(path, None, whole[:-1], lines))
+        with suppress(PlscError):
+            _check_log(path, None, whole[:-1], lines)
         _check_log(path, head, whole, lines)
         if whole[: len(lines)] != lines:
             raise Violation("a changed log is taken, though its head was noted")

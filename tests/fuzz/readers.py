@@ -16,12 +16,11 @@ from untrusted import onnx_files
 from untrusted.pickled import PROGRAMS
 from untrusted.samples import Samples
 
-from fuzz.driver import Target, Violation
-from fuzz.mutations import mutated_bytes, mutated_value
+from fuzz.driver import Target, Violation, damaged, damaged_member, files_below
+from fuzz.mutations import mutated_value
 from plsc import config
+from plsc.data import open_dataset, read_image
 from plsc.data.alignment import read_landmarks
-from plsc.data.codec import decode_image
-from plsc.data.dataset import open_dataset
 from plsc.data.pair_list import read_pair_list
 from plsc.data.pairs import read_pairs, write_pairs
 from plsc.embedding.columns import open_array
@@ -30,7 +29,7 @@ from plsc.embedding.onnx_engine import OnnxEngine
 from plsc.errors import PlscError
 from plsc.evaluation.calibration import Calibration, OperatingPoint, read_calibration, write_calibration
 from plsc.evaluation.templates import find_prefix, read_faces, read_template_pairs
-from plsc.files import digest, read_json, write_manifest
+from plsc.files import describe_content, digest, read_json, write_manifest
 from plsc.gallery.sqlite.backup import read_snapshot
 from plsc.index import Index
 from plsc.models import load_model
@@ -60,14 +59,11 @@ def targets(samples: Samples, folder: Path) -> list[Target]:
 def _file(name: str, path: Path, valid: Sequence[bytes], read: Callable[[Path], object]) -> Target:
     """A reader of one file."""
 
-    def make(rng: random.Random) -> bytes:
-        return mutated_bytes(rng.choice(valid), valid, rng)
-
     def run(content: bytes) -> None:
         path.write_bytes(content)
         read(path)
 
-    return Target(name, make, run)
+    return damaged(name, valid, run)
 
 
 def _single_files(samples: Samples, folder: Path) -> list[Target]:
@@ -86,15 +82,11 @@ def _single_files(samples: Samples, folder: Path) -> list[Target]:
     toml = (samples.run / "config.toml").read_bytes()
     return [
         _file("bin", folder / "x.bin", [p for p in pairs if len(p) < 100_000], _read_pairs),
-        _file(
-            "pt", folder / "x.pt", [(folder / "sound.pt").read_bytes(), (folder / "legacy.pt").read_bytes()], load_model
-        ),
+        _file("pt", folder / "x.pt", [path.read_bytes() for path in sorted(folder.glob("*.pt"))], load_model),
         _file("safetensors", folder / "x.safetensors", [samples.model.read_bytes()], load_model),
         _file("onnx", folder / "x.onnx", onnx, lambda path: OnnxEngine(path, torch.device("cpu"))),
         _file("npy", folder / "x.npy", [array], lambda path: open_array(path, (None, None), "float32")),
-        _file(
-            "image", folder / "x.img", images, lambda path: decode_image(path.read_bytes(), "x", max_pixels=MAX_PIXELS)
-        ),
+        _file("image", folder / "x.img", images, lambda path: read_image(path, max_pixels=MAX_PIXELS)),
         _file("toml", folder / "x.toml", [toml, samples.config.read_bytes()], lambda path: config.load(path, {})),
         _file("list", folder / "x.txt", [b"a/1.png\t0\nb/2.png\t1\n", b"a\tx\tz\nb\ty\tz\n"], _read_list),
         _file("pair list", folder / "p.txt", [b"1\t2\nAda\t1\t2\nAda\t1\tBo\t2\n"], read_pair_list),
@@ -135,57 +127,37 @@ def _read_list(path: Path) -> None:
 
 def _records(samples: Samples, folder: Path) -> Target:
     """A .rec with its companions: any of them damaged."""
-    files = {
-        suffix: samples.records.with_suffix(suffix).read_bytes()
-        for suffix in (".rec", ".idx", ".classes.json", ".keys.tsv")
-    }
-    names = list(files)
+    suffixes = (".rec", ".idx", ".classes.json", ".keys.tsv")
+    files = {suffix: samples.records.with_suffix(suffix).read_bytes() for suffix in suffixes}
 
-    def make(rng: random.Random) -> bytes:
-        number = rng.randrange(len(names))
-        return bytes([number]) + mutated_bytes(files[names[number]], list(files.values()), rng)
-
-    def run(content: bytes) -> None:
-        suffix = names[content[0] % len(names)] if content else ".rec"
-        for name in names:
-            path = folder / f"x{name}"
+    def run(damaged: str, content: bytes) -> None:
+        for suffix in suffixes:
+            path = folder / f"x{suffix}"
             path.unlink(missing_ok=True)
-            path.write_bytes(content[1:] if name == suffix else files[name])
+            path.write_bytes(content if suffix == damaged else files[suffix])
         if len(content) % 5 == 0:
             (folder / "x.idx").unlink()
         dataset = open_dataset(folder / "x.rec")
         for index in range(min(len(dataset), 12)):
             dataset.key(index)
-            _unless_refused(lambda index=index: dataset.encoded(index))
+            with contextlib.suppress(PlscError):
+                dataset.encoded(index)
 
-    return Target("rec", make, run)
-
-
-def _unless_refused(read: Callable[[], object]) -> None:
-    with contextlib.suppress(PlscError):
-        read()
+    return damaged_member("rec", files, run)
 
 
 def _folders(samples: Samples, folder: Path) -> list[Target]:
     """Folders with one of their files damaged, and described as it is: whoever forges a file forges its hash."""
 
     def target(name: str, source: Path, read: Callable[[Path], object]) -> Target:
-        names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
-        valid = [(source / each).read_bytes() for each in names]
-
-        def make(rng: random.Random) -> bytes:
-            number = rng.randrange(len(names))
-            return bytes([number]) + mutated_bytes(valid[number], valid, rng)
-
-        def run(content: bytes) -> None:
+        def run(file: str, content: bytes) -> None:
             copy = copied(source, folder / name.replace(" ", "-") / source.name)
-            changed = copy / names[content[0] % len(names) if content else 0]
-            changed.write_bytes(content[1:])
-            if changed.name != "manifest.json":
-                describe_again(copy, changed)
+            (copy / file).write_bytes(content)
+            if Path(file).name != "manifest.json":
+                describe_again(copy, copy / file)
             read(copy)
 
-        return Target(name, make, run)
+        return damaged_member(name, files_below(source), run)
 
     return [
         target("checkpoint", samples.checkpoint, read_checkpoint),
@@ -202,10 +174,7 @@ def copied(source: Path, target: Path) -> Path:
 
 def describe_again(folder: Path, changed: Path) -> None:
     """Let the manifests describe ``changed`` as it is."""
-    import hashlib
-
-    content = changed.read_bytes()
-    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    entry = describe_content(changed.read_bytes())
     for owner in {changed.parent, folder}:
         manifest = read_json(owner / "manifest.json")
         described = [manifest["files"], *(shard["files"] for shard in manifest.get("shards", []))]
@@ -278,9 +247,6 @@ def _manifests(samples: Samples, folder: Path) -> list[Target]:
 
 
 def _ijb(name: str, folder: Path) -> Target:
-    def make(rng: random.Random) -> bytes:
-        return mutated_bytes(IJB[name], list(IJB.values()), rng)
-
     def run(content: bytes) -> None:
         meta = folder / "ijb/meta"
         meta.mkdir(parents=True, exist_ok=True)
@@ -289,4 +255,4 @@ def _ijb(name: str, folder: Path) -> Target:
         read_faces(folder / "ijb", find_prefix(folder / "ijb"), 112)
         read_template_pairs(folder / "ijb", "ijbb")
 
-    return Target(f"ijb {name.removesuffix('.txt')}", make, run)
+    return damaged(f"ijb {name.removesuffix('.txt')}", [IJB[name]], run, also=list(IJB.values()))

@@ -54,13 +54,27 @@ def requests() -> dict[str, Any]:
 def targets(live: Live) -> list[Target]:
     """A target for each route of the service's own description, with our samples of bodies."""
     live.ask("POST", "/v1/collections", {"name": "people"})
-    found = dict(requests())
-    for path, methods in live.http.get("/openapi.json").json()["paths"].items():
-        place = path.replace("{collection}", "people").replace("{model}", "linear")
-        place = re.sub(r"\{[^}]*\}", "1", place)
-        for method in methods:
-            found.setdefault(f"{method.upper()} {place}", {})
+    found = {**{route: {} for route in described_routes(live)}, **requests()}
     return [_route(live, *name.split(" ")[:2], body) for name, body in found.items()]
+
+
+def described_routes(live: Live) -> list[str]:
+    """``METHOD path`` of each route of the service's own description, with names and numbers in place of parameters."""
+    paths = live.http.get("/openapi.json").json()["paths"]
+    places = {path: path.replace("{collection}", "people").replace("{model}", "linear") for path in paths}
+    return [f"{method.upper()} {re.sub(r'{[^}]*}', '1', places[path])}" for path in paths for method in paths[path]]
+
+
+def answer_to(live: Live, content: bytes, **more: str) -> httpx.Response | None:
+    """The checked answer to an input, a line of method, path and headers, and the body; None if httpx refuses it."""
+    head, _, body = content.partition(b"\n")
+    method, path, headers = json.loads(head)
+    try:
+        answer = live.http.request(method, path, content=body, headers={**headers, **more})
+    except (httpx.InvalidURL, httpx.LocalProtocolError):
+        return None
+    check_answer(answer, live.folder)
+    return answer
 
 
 def damaged_path(path: str, rng: random.Random) -> str:
@@ -85,14 +99,8 @@ def _route(live: Live, method: str, path: str, body: Any) -> Target:
         return head.encode() + b"\n" + content
 
     def run(content: bytes) -> None:
-        head, _, sent = content.partition(b"\n")
-        verb, place, headers = json.loads(head)
-        try:
-            answer = live.http.request(verb, place, content=sent, headers=headers)
-        except (httpx.InvalidURL, httpx.LocalProtocolError):
-            return  # httpx does not send it
-        check_answer(answer, live.folder)
-        if answer.status_code < 400 and any(name in headers for name in PROXIES):
+        answer = answer_to(live, content)
+        if answer is not None and answer.status_code < 400 and any(name in answer.request.headers for name in PROXIES):
             raise Violation("what came through a proxy is served without tokens")
 
     return Target(f"{method} {path}", make, run)

@@ -7,7 +7,7 @@ import pytest
 from support.live_service import live_service
 
 from fuzz.__main__ import all_targets
-from fuzz.driver import Target, fuzz
+from fuzz.driver import Target, fault_of, fuzz, save
 from fuzz.routes import requests
 
 SEED = 1
@@ -49,8 +49,6 @@ def test_every_route_and_reader_has_a_target(found: list[Target]) -> None:
 
 
 def test_a_failure_is_found_kept_and_repeated(tmp_path: Path) -> None:
-    from fuzz.driver import fault_of, save
-
     def run(content: bytes) -> None:
         if content == b"7":
             raise KeyError(content)
@@ -64,8 +62,6 @@ def test_a_failure_is_found_kept_and_repeated(tmp_path: Path) -> None:
 
 
 def test_what_takes_too_long_or_too_much_is_a_failure() -> None:
-    from fuzz.driver import fault_of
-
     def long(content: bytes) -> None:
         while True:
             pass

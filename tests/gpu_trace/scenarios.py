@@ -1,6 +1,7 @@
 """The steps that are traced, by name, and the tracing of one."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,6 @@ from plsc import config as configuration
 from plsc.config import Config, margin_keys
 from plsc.data.loader import TrainLoader
 from plsc.models import backbone, vit
-from plsc.models.backbone import Backbone
 from plsc.parallel.step_timeline import StepTimeline
 from plsc.train.step import MicroBatch, Stepper
 
@@ -38,12 +38,9 @@ def short_vit() -> Iterator[None]:
     """Let VIT's backbone be known within: deep enough for a pipeline of two ranks with two stages each."""
     name = VIT["backbone"]
 
-    def build_short_vit(embedding_dim: int, image_size: int) -> Backbone:
-        return vit.VisionTransformer(name, embedding_dim, image_size, 0.05, 0.0, None)
-
     with (
         patch.dict(vit.SHAPES, {name: vit.Shape(512, 4)}),
-        patch.dict(backbone._builders, {name: build_short_vit}),
+        patch.dict(backbone._builders, {name: functools.partial(vit.VisionTransformer, name)}),
     ):
         yield
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import plsc.models
 from plsc.errors import DataError, PlscError, UsageError
@@ -173,15 +173,8 @@ def test_every_truncation_of_a_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        [1, 2],
-        "text",
-        torch.ones(3),
-        {"a": 1},
-        {1: torch.ones(1)},
-        {},
-        {"conv1.weight": torch.ones(1)},
-        {"layer1.0.prelu.weight": torch.ones(1)},
-        {"conv_sep.layers.0.weight": torch.ones(1)},
+        *([1, 2], "text", torch.ones(3), {"a": 1}, {1: torch.ones(1)}, {}),
+        *({key: torch.ones(1)} for key in ("conv1.weight", "layer1.0.prelu.weight", "conv_sep.layers.0.weight")),
         {"patch_embed.proj.weight": torch.ones(1), "feature.0.weight": torch.ones(1)},
     ],
 )
@@ -192,32 +185,22 @@ def test_what_is_no_state_dict_is_one_line(content: Any, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
+METADATA = {"format": "plsc-backbone-1", "name": "mobilefacenet", "embedding_dim": "16", "image_size": "48"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "nosuch"},
-        {"embedding_dim": "x"},
-        {"embedding_dim": "99999999999999"},
-        {"image_size": "17"},
-        {"options": "[]"},
-        {"options": "{"},
-        {"options": '{"x": 1}'},
-        {"format": "plsc-backbone-9"},
-        {"name": "iresnet18"},
+        *({"name": name} for name in ("nosuch", "iresnet18")),
+        *({"embedding_dim": dim} for dim in ("x", "99999999999999")),
+        *({"options": options} for options in ("[]", "{", '{"x": 1}')),
+        *({"image_size": "17"}, {"format": "plsc-backbone-9"}),
     ],
 )
 def test_metadata_that_lies_is_one_line(change: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    plsc.models.save_model(small(), path)
-    metadata = {
-        "format": "plsc-backbone-1",
-        "name": "mobilefacenet",
-        "embedding_dim": "16",
-        "image_size": "48",
-        "options": "{}",
-    }
-    save_file(load_file(path), path, {**metadata, **change})
+    save_file(small().state_dict(), path, {**METADATA, "options": "{}", **change})
     with pytest.raises(DataError, match=r"m\.safetensors"):
         plsc.models.load_model(path)
 
@@ -225,15 +208,8 @@ def test_metadata_that_lies_is_one_line(change: dict[str, str], tmp_path: Path) 
 def test_a_model_file_has_no_say_in_what_timm_fetches(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     model = small("timm:test_vit", size=64)
-    plsc.models.save_model(model, path)
-    metadata = {
-        "format": "plsc-backbone-1",
-        "name": "timm:test_vit",
-        "embedding_dim": "16",
-        "image_size": "64",
-        "options": json.dumps({"pretrained": True, "checkpoint_path": "/nowhere/evil.pt"}),
-    }
-    save_file(load_file(path), path, metadata)
+    options = json.dumps({"pretrained": True, "checkpoint_path": "/nowhere/evil.pt"})
+    save_file(model.state_dict(), path, {**METADATA, "name": "timm:test_vit", "image_size": "64", "options": options})
     assert same(model, plsc.models.load_model(path))
 
 

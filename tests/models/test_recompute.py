@@ -73,6 +73,7 @@ def test_every_number_stays_the_same(
     plain, saving = made(name, options), made(name, options)
     keys = list(saving.state_dict())
     assert recompute_activations(saving, "every_k") == blocks
+    assert recomputed_blocks(made(name, {**options, "gradient_checkpointing": True})) == blocks
     assert list(saving.state_dict()) == keys
     before, after = passed(plain, dtype), passed(saving, dtype)
     assert before.keys() == after.keys()

@@ -334,7 +334,7 @@ TRAINING = (
     Defect(
         "photos lie on their side",
         "data/codec.py",
-        "return _turned(pixels, exif_orientation(exif)) if exif else pixels",
+        "return _turned(pixels, image_files.exif_orientation(exif)) if exif else pixels",
         "return pixels",
         ("tests/data/test_orientation.py",),
     ),

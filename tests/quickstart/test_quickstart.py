@@ -17,26 +17,16 @@ import pytest
 import plsc
 from plsc import config
 from plsc.files import read_json
-from plsc.quickstart.gallery import GalleryPaths
+from plsc.quickstart import CONFIG, UNSEEN, QuickstartPaths
 from plsc.quickstart.report import write_report
-from plsc.quickstart.steps import CONFIG, UNSEEN, QuickstartPaths, run_quickstart
+from plsc.quickstart.steps import run_quickstart
 from plsc.tools.entry import main
 
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "--data.train",
-    "avatars:80x8",
-    "--data.image_size",
-    "32",
-    "--data.batch_size",
-    "16",
-    "--epochs",
-    "4",
-    "--embedding_dim",
-    "16",
-    "--log.every_steps",
-    "1",
+    *("--data.train", "avatars:80x8", "--data.image_size", "32", "--data.batch_size", "16"),
+    *("--epochs", "4", "--embedding_dim", "16", "--log.every_steps", "1"),
 )
 
 
@@ -54,7 +44,7 @@ def test_report_holds_what_its_readers_expect(finished):
     report = read_json(paths.report)
     for name in ("trained", "untrained", "raw_pixels"):
         assert 0.0 <= report[name]["accuracy"] <= 1.0
-        assert set(report[name]) >= {
+        expected = {
             "accuracy",
             "accuracy_std",
             "auc",
@@ -65,6 +55,7 @@ def test_report_holds_what_its_readers_expect(finished):
             "images",
             "identities",
         }
+        assert set(report[name]) >= expected
         assert report[name]["images"] == 54
         assert report[name]["identities"] == 9
     assert report["seconds"] > 0
@@ -126,14 +117,14 @@ def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finis
     paths, _, _ = finished
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^plsc (serve .*quickstart.*)$", readme, flags=re.MULTILINE)
-    assert shlex.split(line) == GalleryPaths(Path("quickstart")).serve_arguments
-    assert f"plsc {line}".replace("quickstart/", f"{paths.out}/") == paths.gallery.serve_command
-    assert paths.gallery.serve_command in html.unescape((paths.out / "report.html").read_text(encoding="utf-8"))
+    assert shlex.split(line) == QuickstartPaths(Path("quickstart")).serve_arguments
+    assert f"plsc {line}".replace("quickstart/", f"{paths.out}/") == paths.serve_command
+    assert paths.serve_command in html.unescape((paths.out / "report.html").read_text(encoding="utf-8"))
 
     people = {f"avatar-{number}" for number in range(1_000_000, 1_000_009)}
-    queries = {path.stem: path for path in paths.gallery.queries.iterdir()}
+    queries = {path.stem: path for path in paths.queries.iterdir()}
     assert set(queries) == {*people, "stranger-1", "stranger-2"}
-    with serving(paths.gallery.serve_arguments) as address, plsc.Client(address) as client:
+    with serving(paths.serve_arguments) as address, plsc.Client(address) as client:
         assert client.info()["false_match_rate"] >= 1e-4
         assert client.collection("people").faces == 45
         found = {name: client.search("people", path, k=1)[0] for name, path in queries.items()}
@@ -150,8 +141,8 @@ def test_serve_alone_needs_no_second_training(finished, monkeypatch, capsys):
     served = []
     monkeypatch.setattr("plsc.tools.serve.run", lambda args: served.append((args.store, args.keep_thumbnails)))
     assert main(["quickstart", "--out", str(paths.out), "--serve"]) == 0
-    assert served == [(f"{paths.gallery.store}/", True)]
-    assert paths.gallery.serve_command in capsys.readouterr().out
+    assert served == [(f"{paths.gallery}/", True)]
+    assert paths.serve_command in capsys.readouterr().out
 
 
 def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):

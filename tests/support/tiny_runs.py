@@ -92,7 +92,7 @@ def register_tiny() -> None:
 
     def tiny_vit(embedding_dim: int, image_size: int) -> Backbone:
         vit.SHAPES["tiny_vit"] = vit.Shape(32, 2)
-        return vit.VisionTransformer("tiny_vit", embedding_dim, image_size, 0.0, 0.0, None)
+        return vit.VisionTransformer("tiny_vit", embedding_dim, image_size, drop_path=0.0)
 
     for builder in (tiny, plain, smooth, residual, tiny_vit):
         register(builder)

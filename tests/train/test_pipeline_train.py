@@ -45,7 +45,7 @@ def register_vit() -> None:
 
     def vit_of_pipelines(embedding_dim: int, image_size: int) -> Any:
         vit.SHAPES["vit_of_pipelines"] = vit.Shape(32, 4)
-        return vit.VisionTransformer("vit_of_pipelines", embedding_dim, image_size, 0.0, 0.0, None)
+        return vit.VisionTransformer("vit_of_pipelines", embedding_dim, image_size, drop_path=0.0)
 
     if "vit_of_pipelines" not in names():
         vit.SHAPES["vit_of_pipelines"] = vit.Shape(32, 4)

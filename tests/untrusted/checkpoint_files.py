@@ -1,11 +1,11 @@
 """Checkpoints that were made to harm; hashes fit unless they are the attack: whoever forges a file forges them too."""
 
-import hashlib
 import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,32 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
+from plsc.files import describe_content
 from untrusted.pickled import DEEP
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import MANIFESTS, Case, Change, copied, piped
 
-Change = Callable[[Path], object]
 WEIGHT = "backbone.conv1.weight"
 
 
 def _rehash(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
-        content = (folder / name).read_bytes()
-        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        entry |= describe_content((folder / name).read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _in_manifest(change: Callable[[dict[str, Any]], object]) -> Change:
+def _in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
     def apply(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        change(manifest)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+        if name != "manifest.json":
+            _rehash(folder)
 
     return apply
+
+
+_in_manifest, _in_state = partial(_in_json, "manifest.json"), partial(_in_json, "state.json")
 
 
 def _in_metadata(change: Callable[[Any], object]) -> Change:
@@ -42,16 +46,6 @@ def _in_metadata(change: Callable[[Any], object]) -> Change:
         metadata = FileSystemReader(folder).read_metadata()
         change(metadata)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        _rehash(folder)
-
-    return apply
-
-
-def _in_state(change: Callable[[dict[str, Any]], object]) -> Change:
-    def apply(folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
-        change(state)
-        (folder / "state.json").write_text(json.dumps(state))
         _rehash(folder)
 
     return apply
@@ -145,29 +139,16 @@ def _linked(folder: Path) -> None:
     path.symlink_to(folder.parent / "crafted.target")
 
 
-def _piped(folder: Path) -> None:
-    path = next(folder.glob("*.distcp"))
-    path.unlink()
-    os.mkfifo(path)
-
-
 _TUPLES = b"N" + b"2\x86" * DEEP
 _TOUCH = b"cposix\nsystem\n\x8c\x0btouch SHELL\x85R."
 
 CHANGES: dict[str, Change] = {
-    "a manifest that is cut off": lambda folder: os.truncate(folder / "manifest.json", 60),
-    "a manifest nested deeply": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
-    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
-    "a manifest that is a pipe": lambda folder: (
-        (folder / "manifest.json").unlink(),
-        os.mkfifo(folder / "manifest.json"),
-    ),
+    **MANIFESTS,
     "a manifest of a list of files": _in_manifest(lambda manifest: manifest.update(files=[])),
     "a name that leads up": _in_manifest(lambda manifest: manifest["files"].update({"../x": {"bytes": 1}})),
     "an absolute name": _in_manifest(lambda manifest: manifest["files"].update({"/etc/passwd": {"bytes": 1}})),
     "a name with an escape": _in_manifest(lambda manifest: manifest["files"].update({"\x1b[2J": {"bytes": 1}})),
     "a size of 10^30": _in_manifest(lambda manifest: manifest["files"]["state.json"].update(bytes=10**30)),
-    "a number of a million digits": lambda folder: (folder / "manifest.json").write_text('{"a": ' + "9" * 10**6 + "}"),
     "metadata that call os.system": _metadata(b"\x80\x04" + _TOUCH),
     "metadata with nested tuples as a key": _metadata(b"\x80\x04}" + _TUPLES + b"K\x01s."),
     "metadata with nested tuples as keys of DICT": _metadata(b"\x80\x04(" + _TUPLES + b"K\x01d."),
@@ -202,7 +183,7 @@ CHANGES: dict[str, Change] = {
     "pieces that a function transforms": _placed(transform_descriptors=("zstd", "eval")),
     "a file that is cut off": _cut,
     "a file that is a link": _linked,
-    "a file that is a pipe": _piped,
+    "a file that is a pipe": lambda folder: piped(next(folder.glob("*.distcp"))),
     "pieces that call os.system": _pieces(b"\x80\x04" + _TOUCH),
     "pieces that are no tensors": _pieces(b"\x80\x04]."),
     "a state of a number": lambda folder: ((folder / "state.json").write_text("7"), _rehash(folder)),
@@ -215,31 +196,13 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _copied(change: Change, folder: Path, samples: Samples) -> Path:
-    path = folder / "checkpoints/step-00000001"
-    shutil.copytree(samples.checkpoint, path)
-    change(path)
-    return path
+def _read(words: str, change: Change) -> Case:
+    return copied(words, "checkpoint", change, "checkpoints/step-00000001")
 
 
-def _exported(change: Change) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        out = folder.parent / "model.safetensors"
-        return ["checkpoint", "export", _copied(change, folder, samples), out, "--centres", folder.parent / "c.npy"]
-
-    return make
-
-
-def _described(change: Change) -> Case:
-    return lambda folder, samples: ["checkpoint", "info", _copied(change, folder, samples)]
-
-
-def _resumed(change: Change) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = _copied(change, folder, samples)
-        return ["train", samples.config, "--out", folder.parent / "run", "--resume", path]
-
-    return make
+_exported = partial(_read, "checkpoint export {file} {out}/model.safetensors --centres {out}/c.npy")
+_described = partial(_read, "checkpoint info {file}")
+_resumed = partial(_read, "train {config} --out {out}/run --resume {file}")
 
 
 def _without(name: str) -> Change:

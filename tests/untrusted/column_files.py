@@ -1,19 +1,17 @@
 """Folders of our own formats that were made to harm: embedding sets, indexes, snapshots, copies; their .npy columns."""
 
-import hashlib
 import os
-import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plsc.files import read_json, write_manifest
-from untrusted.samples import Arguments, Case, Samples
+from plsc.files import describe_content, read_json, write_manifest
+from untrusted.samples import MANIFESTS, Change, copied
 
-Change = Callable[[Path], object]
 SHARD = "shard-00000"
 
 
@@ -50,12 +48,7 @@ ARRAYS: dict[str, bytes] = {
 }
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    content = folder.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _sealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _sealed(change: Callable[[dict[str, Any]], object], folder: Path) -> None:
     """Change a folder's manifest, and seal it again."""
     manifest = read_json(folder / "manifest.json")
     manifest.pop("seal")
@@ -64,7 +57,7 @@ def _sealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _manifest(change: Callable[[dict[str, Any]], object]) -> Change:
-    return lambda folder: _sealed(folder, change)
+    return partial(_sealed, change)
 
 
 def _set_file(name: str, content: bytes) -> Change:
@@ -72,9 +65,9 @@ def _set_file(name: str, content: bytes) -> Change:
 
     def apply(folder: Path) -> None:
         (folder / SHARD / name).write_bytes(content)
-        entry = _described(folder / SHARD / name)
-        _sealed(folder / SHARD, lambda manifest: manifest["files"].update({name: entry}))
-        _sealed(folder, lambda manifest: manifest["shards"][0]["files"].update({name: entry}))
+        entry = describe_content(content)
+        _sealed(lambda manifest: manifest["files"].update({name: entry}), folder / SHARD)
+        _sealed(lambda manifest: manifest["shards"][0]["files"].update({name: entry}), folder)
 
     return apply
 
@@ -84,13 +77,17 @@ def _file(name: str, content: bytes) -> Change:
 
     def apply(folder: Path) -> None:
         (folder / name).write_bytes(content)
-        _sealed(folder, lambda manifest: manifest["files"].update({name: _described(folder / name)}))
+        _sealed(lambda manifest: manifest["files"].update({name: describe_content(content)}), folder)
 
     return apply
 
 
 def _array(shape: tuple[int, ...], dtype: str, value: int) -> bytes:
     return npy(_header(str(shape), f"'{dtype}'"), np.full(shape, value, dtype=dtype).tobytes())
+
+
+def _naming(name: str, entry: object) -> Change:
+    return _manifest(lambda manifest: manifest["files"].update({name: entry}))
 
 
 def _without(*names: str) -> dict[str, Change]:
@@ -109,34 +106,18 @@ def _of_another_type(*names: str) -> dict[str, Change]:
     return cases
 
 
-MANIFESTS: dict[str, Change] = {
-    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
-    "a manifest nested deeply": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
-    "a manifest nested deeply in a dictionary": lambda folder: (folder / "manifest.json").write_text(
-        '{"format": ' + '{"a":' * 100_000
-    ),
-    "a manifest of a million digits": lambda folder: (folder / "manifest.json").write_text("9" * 1_000_000),
-    "a manifest that is a pipe": lambda folder: (
-        (folder / "manifest.json").unlink(),
-        os.mkfifo(folder / "manifest.json"),
-    ),
-    "a manifest of NaN": lambda folder: (folder / "manifest.json").write_text('{"format": "x", "seal": NaN}'),
-    "a name that leads up": _manifest(
-        lambda manifest: manifest["files"].update({"../../x": {"bytes": 0, "sha256": ""}})
-    ),
-    "a name of 5,000 letters": _manifest(
-        lambda manifest: manifest["files"].update({"1" * 5000: {"bytes": 0, "sha256": "0" * 64}})
-    ),
-    "an absolute name": _manifest(
-        lambda manifest: manifest["files"].update({"/etc/passwd": {"bytes": 0, "sha256": ""}})
-    ),
+FAULTS: dict[str, Change] = {
+    **MANIFESTS,
+    "a name that leads up": _naming("../../x", {"bytes": 0, "sha256": ""}),
+    "a name of 5,000 letters": _naming("1" * 5000, {"bytes": 0, "sha256": "0" * 64}),
+    "an absolute name": _naming("/etc/passwd", {"bytes": 0, "sha256": ""}),
     "a file described by nothing": _manifest(
         lambda manifest: manifest["files"].update({next(iter(manifest["files"])): None})
     ),
     "files without sizes": _manifest(lambda manifest: [entry.clear() for entry in manifest["files"].values()]),
 }
 SETS: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **{f"embeddings: {name}": _set_file("embeddings.npy", content) for name, content in ARRAYS.items()},
     **_without("complete", "shards", "rows", "dim", "dtype", "classes", "contract_id", "files"),
     **_of_another_type("shards", "rows", "dim", "dtype", "classes", "contract_id", "files"),
@@ -155,7 +136,7 @@ SETS: dict[str, Change] = {
     "embeddings that are cut off": lambda folder: os.truncate(folder / SHARD / "embeddings.npy", 100),
 }
 INDEXES: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **{f"vectors: {name}": _file("vectors.npy", content) for name, content in ARRAYS.items()},
     **_without("rows", "dim", "kind", "held_out", "classes", "contract_id", "files"),
     **_of_another_type("rows", "dim", "kind", "held_out", "classes", "contract_id", "files"),
@@ -163,7 +144,7 @@ INDEXES: dict[str, Change] = {
     "offsets below zero": _file("keys.offsets.npy", _array((13,), "<i8", -5)),
 }
 SNAPSHOTS: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **_without("collections", "created", "files"),
     **_of_another_type("collections", "files"),
     "a database that is none": _file("gallery.sqlite", b"x" * 100_000),
@@ -179,9 +160,9 @@ def _forged_faiss(content: bytes) -> Change:
 
         def change(manifest: dict[str, Any]) -> None:
             manifest.update(kind="hnsw", parameters={"efSearch": 16, "M": 16})
-            manifest["files"]["index.faiss"] = _described(folder / "index.faiss")
+            manifest["files"]["index.faiss"] = describe_content(content)
 
-        _sealed(folder, change)
+        _sealed(change, folder)
 
     return apply
 
@@ -198,44 +179,24 @@ INDEXES |= {
 }
 
 
-def _copied(source: Path, folder: Path, change: Change) -> Path:
-    target = folder / "crafted.copy"
-    shutil.copytree(source, target)
-    change(target)
-    return target
+_imported = partial(copied, "gallery import {out}/out people {file}", "embeddings")
+_built = partial(copied, "index build {file} --out {out}/out", "embeddings")
+_searched = partial(copied, "index search {file} --query {embeddings}", "index")
+_checked = partial(copied, "index check {file}", "index")
+_restored = partial(copied, "gallery restore {file} --store {out}/out", "snapshot")
+_looked_at = partial(copied, "gallery check {file}", "snapshot")
 
-
-# Commands that read a copy (COPY) of a sample, after it was changed; OUT is beside it, EMBEDDINGS sound.
-_IMPORT = ("embeddings", "gallery", "import", "OUT", "people", "COPY")
-_BUILD = ("embeddings", "index", "build", "COPY", "--out", "OUT")
-_SEARCH = ("index", "index", "search", "COPY", "--query", "EMBEDDINGS")
-_CHECK_INDEX = ("index", "index", "check", "COPY")
-_RESTORE = ("snapshot", "gallery", "restore", "COPY", "--store", "OUT")
-_CHECK = ("snapshot", "gallery", "check", "COPY")
-
-
-def _case(command: tuple[str, ...], change: Change) -> Case:
-    sample, *words = command
-
-    def make(folder: Path, samples: Samples) -> Arguments:
-        copy = _copied(getattr(samples, sample), folder, change)
-        places = {"COPY": copy, "OUT": folder.parent / "out", "EMBEDDINGS": samples.embeddings}
-        return [places.get(word, word) for word in words]
-
-    return make
-
-
-CASES: dict[str, Case] = {
-    **{f"{name}, imported": _case(_IMPORT, change) for name, change in SETS.items()},
+CASES = {
+    **{f"{name}, imported": _imported(change) for name, change in SETS.items()},
     **{
-        f"{name}, built": _case(_BUILD, SETS[name])
+        f"{name}, built": _built(SETS[name])
         for name in ("embeddings: a huge shape", "offsets below zero", "labels beyond the classes")
     },
-    **{f"{name}, searched": _case(_SEARCH, change) for name, change in INDEXES.items()},
+    **{f"{name}, searched": _searched(change) for name, change in INDEXES.items()},
     **{
-        f"{name}, checked": _case(_CHECK_INDEX, INDEXES[name])
+        f"{name}, checked": _checked(INDEXES[name])
         for name in ("a structure of 2^38 numbers", "labels beyond the classes")
     },
-    **{f"{name}, restored": _case(_RESTORE, change) for name, change in SNAPSHOTS.items()},
-    **{f"{name}, looked at": _case(_CHECK, change) for name, change in SNAPSHOTS.items()},
+    **{f"{name}, restored": _restored(change) for name, change in SNAPSHOTS.items()},
+    **{f"{name}, looked at": _looked_at(change) for name, change in SNAPSHOTS.items()},
 }

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import EMBED, Case, Content, Samples, crafted
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
@@ -36,8 +37,7 @@ def pooling() -> Any:
 
 def expanding(*sizes: int) -> Any:
     """A small file that asks for memory: a constant expanded to ``sizes``."""
-    nodes = [_node("Expand", ["one", "sizes"], ["e"]), _node("ReduceMean", ["e"], ["m"], keepdims=0)]
-    nodes += [_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "m"], ["y"])]
+    nodes = [_node("Expand", ["one", "sizes"], ["e"]), *_added("e")]
     return model(nodes, {"one": np.float32(1), "sizes": np.array(sizes, dtype=np.int64)})
 
 
@@ -50,9 +50,7 @@ def _input_dependent_expansion() -> Any:
         _node("Cast", ["f"], ["i"], to=INT64),
         _node("Reshape", ["i", "column"], ["sizes"]),
         _node("Expand", ["one", "sizes"], ["e"]),
-        _node("ReduceMean", ["e"], ["s"], keepdims=0),
-        _node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0),
-        _node("Add", ["p", "s"], ["y"]),
+        *_added("e"),
     ]
     constants = {"zero": np.float32(0), "many": np.float32(1 << 30), "one": np.float32(1), "column": np.array([-1])}
     return model(nodes, constants)
@@ -118,14 +116,8 @@ def endless() -> Any:
     body = helper.make_graph(
         [_node("Identity", ["c"], ["c2"]), _node("Identity", ["v"], ["v2"])],
         "b",
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("i", INT64, []), ("c", BOOL, []), ("v", FLOAT, None))
-        ],
-        [
-            helper.make_tensor_value_info(name, kind, shape)
-            for name, kind, shape in (("c2", BOOL, []), ("v2", FLOAT, None))
-        ],
+        [helper.make_tensor_value_info(*value) for value in (("i", INT64, []), ("c", BOOL, []), ("v", FLOAT, None))],
+        [helper.make_tensor_value_info(*value) for value in (("c2", BOOL, []), ("v2", FLOAT, None))],
     )
     nodes = [
         _node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0),
@@ -138,9 +130,7 @@ def _slow() -> Any:
     """A thousand products of 2000x2000 matrices, of a random one that no optimiser folds."""
     nodes = [_node("RandomNormal", [], ["a0"], shape=[2000, 2000], dtype=1)]
     nodes += [_node("MatMul", [f"a{n}", "a0"], [f"a{n + 1}"]) for n in range(1000)]
-    nodes += [_node("ReduceMean", ["a1000"], ["m"], keepdims=0)]
-    nodes += [_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "m"], ["y"])]
-    return model(nodes)
+    return model([*nodes, *_added("a1000")])
 
 
 def _functions(levels: int) -> Any:
@@ -163,15 +153,14 @@ def _functions(levels: int) -> Any:
 
 
 def _external(location: str, before: Callable[[Path], object] = lambda folder: None, length: int = 12) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
+    def make(folder: Path, samples: Samples) -> list[str]:
         made = model([_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "w"], ["y"])])
         tensor = TensorProto(name="w", data_type=FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
         for key, value in (("location", location), ("offset", "0"), ("length", str(length))):
             tensor.external_data.add(key=key, value=value)
         made.graph.initializer.append(tensor)
-        (folder / "crafted.onnx").write_bytes(made.SerializeToString())
         before(folder)
-        return _embedding(folder)
+        return crafted(EMBED, "crafted.onnx", made.SerializeToString())(folder, samples)
 
     return make
 
@@ -199,26 +188,13 @@ def _wide_constant() -> Any:
     return made
 
 
-def _embedding(folder: Path) -> Arguments:
-    return ["embed", folder / "crafted.onnx", "--data", "avatars:2x2", "--out", folder.parent / "out.emb"]
+def _read(words: str, made: Callable[[], Any] | bytes) -> Case:
+    content: Content = made if isinstance(made, bytes) else lambda _: made().SerializeToString()
+    return crafted(words, "crafted.onnx", content)
 
 
-def _embedded(made: Callable[[], Any] | bytes) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        content = made if isinstance(made, bytes) else made().SerializeToString()
-        (folder / "crafted.onnx").write_bytes(content)
-        return _embedding(folder)
-
-    return make
-
-
-def _detecting(made: Callable[[], Any]) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        (folder / "crafted.onnx").write_bytes(made().SerializeToString())
-        detector = f"onnx:{folder / 'crafted.onnx'}"
-        return ["data", "align", "avatars:2x2", "--out", folder.parent / "out", "--detector", detector]
-
-    return make
+_embedded = partial(_read, EMBED)
+_detecting = partial(_read, "data align avatars:2x2 --out {out}/out --detector onnx:{file}")
 
 
 def _described(key: str, value: str) -> Any:

@@ -3,9 +3,8 @@
 import os
 import pickle
 import struct
-from pathlib import Path
 
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import crafted
 
 DEEP = 60  # of t = (t, t): a walk over all of it takes 2^60 steps
 
@@ -87,13 +86,4 @@ PROGRAMS: dict[str, bytes] = {
 }
 
 
-def _evaluated(program: bytes) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = folder / "crafted.bin"
-        path.write_bytes(program)
-        return ["eval", samples.model, "--pairs", path]
-
-    return make
-
-
-CASES: dict[str, Case] = {name: _evaluated(program) for name, program in PROGRAMS.items()}
+CASES = {name: crafted("eval {model} --pairs {file}", "crafted.bin", program) for name, program in PROGRAMS.items()}

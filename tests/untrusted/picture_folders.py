@@ -4,43 +4,26 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import Case, Samples, arguments
 
 COMMANDING = "crafted \x1b[2J\x1b]0;title\x07all good\nplsc data: sound.jpg"
 Spoil = Callable[[Path, Samples], object]
 
 
-def _folder(spoil: Spoil, words: list[str]) -> Case:
-    """A folder of which everything is spoilt, read by ``plsc WORDS``; {} is the folder, {out} a place beside it."""
+def _folder(words: str, spoil: Spoil) -> Case:
+    """The command ``words`` reads a folder of which everything is spoilt."""
 
-    def make(folder: Path, samples: Samples) -> Arguments:
+    def make(folder: Path, samples: Samples) -> list[str]:
         (folder / "ann").mkdir()
         spoil(folder / "ann", samples)
-        places = {"{}": folder, "{out}": folder.parent, "{model}": samples.model}
-        return [next((word.replace(key, str(at)) for key, at in places.items() if key in word), word) for word in words]
+        return arguments(words, folder, samples, folder)
 
     return make
-
-
-def _pipe(folder: Path, samples: Samples) -> None:
-    os.mkfifo(folder / "9.jpg")
-
-
-def _device(folder: Path, samples: Samples) -> None:
-    (folder / "9.jpg").symlink_to("/dev/zero")
-
-
-def _private(folder: Path, samples: Samples) -> None:
-    (folder / "9.jpg").symlink_to(samples.picture)
 
 
 def _sparse(folder: Path, samples: Samples) -> None:
     with (folder / "9.jpg").open("wb") as file:
         file.truncate(1 << 40)
-
-
-def _commanding(folder: Path, samples: Samples) -> None:
-    (folder / COMMANDING).write_bytes(b"no picture")
 
 
 def _list(path: Callable[[Path, Samples], str]) -> Spoil:
@@ -50,29 +33,27 @@ def _list(path: Callable[[Path, Samples], str]) -> Spoil:
     return spoil
 
 
-def _climbing(folder: Path, samples: Samples) -> str:
-    return f"../../../{os.path.relpath(samples.picture, folder.parents[2])}"
-
-
 SPOILT: dict[str, Spoil] = {
-    "a pipe": _pipe,
-    "a device": _device,
-    "a link to a private picture": _private,
+    "a pipe": lambda folder, samples: os.mkfifo(folder / "9.jpg"),
+    "a device": lambda folder, samples: (folder / "9.jpg").symlink_to("/dev/zero"),
+    "a link to a private picture": lambda folder, samples: (folder / "9.jpg").symlink_to(samples.picture),
     "a terabyte": _sparse,
-    "a name that commands": _commanding,
+    "a name that commands": lambda folder, samples: (folder / COMMANDING).write_bytes(b"no picture"),
 }
 LISTS: dict[str, Spoil] = {
     "a list of an absolute path": _list(lambda folder, samples: str(samples.picture)),
-    "a list that climbs out": _list(_climbing),
+    "a list that climbs out": _list(
+        lambda folder, samples: f"../../../{os.path.relpath(samples.picture, folder.parents[2])}"
+    ),
     "a list of a device": _list(lambda folder, samples: "/dev/zero"),
 }
-READERS: dict[str, list[str]] = {
-    "check": ["data", "check", "{}"],
-    "convert": ["data", "convert", "{}", "{out}/out.rec"],
-    "convert to a folder": ["data", "convert", "{}", "{out}/out"],
-    "align": ["data", "align", "{}", "--out", "{out}/out", "--landmarks", "{}/points.csv"],
-    "embed": ["embed", "{model}", "--data", "{}", "--out", "{out}/x.emb"],
-    "embed with workers": ["embed", "{model}", "--data", "{}", "--out", "{out}/x.emb", "--workers", "1"],
+READERS = {
+    "check": "data check {file}",
+    "convert": "data convert {file} {out}/out.rec",
+    "convert to a folder": "data convert {file} {out}/out",
+    "align": "data align {file} --out {out}/out --landmarks {file}/points.csv",
+    "embed": "embed {model} --data {file} --out {out}/x.emb",
+    "embed with workers": "embed {model} --data {file} --out {out}/x.emb --workers 1",
 }
 
 
@@ -86,18 +67,14 @@ def _with_points(spoil: Spoil) -> Spoil:
     return spoilt
 
 
-def _reading_a_list(words: list[str]) -> list[str]:
-    return [word.replace("{}", "{}/ann/list.txt") if word == "{}" else word for word in words]
-
-
 CASES: dict[str, Case] = {
     **{
-        f"{reader} {name}": _folder(_with_points(spoil) if reader == "align" else spoil, words)
+        f"{reader} {name}": _folder(words, _with_points(spoil) if reader == "align" else spoil)
         for name, spoil in SPOILT.items()
         for reader, words in READERS.items()
     },
     **{
-        f"{reader} {name}": _folder(spoil, _reading_a_list(words))
+        f"{reader} {name}": _folder(words.replace("{file}", "{file}/ann/list.txt"), spoil)
         for name, spoil in LISTS.items()
         for reader, words in READERS.items()
         if reader != "align"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plsc.embedding.program import FORMAT, save_program
 from plsc.models.preprocessing import Preprocessing
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import EMBED, Case, Samples, arguments
 
 SIDE = 32
 WIDE = 3000
@@ -56,15 +56,15 @@ def save(more: Callable[[Tensor], Tensor], path: Path) -> None:
 
 
 def _embedded(more: Callable[[Tensor], Tensor]) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
+    def make(folder: Path, samples: Samples) -> list[str]:
         save(more, folder / "crafted.pt2")
-        return ["embed", folder / "crafted.pt2", "--data", "avatars:2x2", "--out", folder.parent / "out.emb"]
+        return arguments(EMBED, folder, samples, folder / "crafted.pt2")
 
     return make
 
 
-def _without_contract(folder: Path, samples: Samples) -> Arguments:
-    arguments = _embedded(lambda images: images.mean())(folder, samples)
+def _without_contract(folder: Path, samples: Samples) -> list[str]:
+    words = _embedded(lambda images: images.mean())(folder, samples)
     path = folder / "crafted.pt2"
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -74,7 +74,7 @@ def _without_contract(folder: Path, samples: Samples) -> Arguments:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    return arguments
+    return words
 
 
 CASES: dict[str, Case] = {

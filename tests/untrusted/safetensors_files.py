@@ -2,14 +2,12 @@
 
 import json
 import struct
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import EMBED, Content, Samples, crafted
 
 
 def _file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -24,7 +22,7 @@ def _entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[s
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def _described(**changes: str) -> Callable[[Samples], bytes]:
+def _described(**changes: str) -> Content:
     """A sound model with other metadata."""
 
     def make(samples: Samples) -> bytes:
@@ -35,16 +33,7 @@ def _described(**changes: str) -> Callable[[Samples], bytes]:
     return make
 
 
-def _embedded(content: bytes | Callable[[Samples], bytes]) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = folder / "crafted.safetensors"
-        path.write_bytes(content if isinstance(content, bytes) else content(samples))
-        return ["embed", path, "--data", "avatars:2x2", "--out", folder.parent / "out.emb"]
-
-    return make
-
-
-CONTENTS: dict[str, bytes | Callable[[Samples], bytes]] = {
+CONTENTS: dict[str, Content] = {
     "an empty file": b"",
     "a header of 2^63 bytes": _file(b"{}", length=2**63),
     "a header of 2^64 - 1 bytes": _file(b"{}", length=2**64 - 1),
@@ -84,4 +73,4 @@ CONTENTS: dict[str, bytes | Callable[[Samples], bytes]] = {
     "a model of timm in a local folder": _described(name="timm:local-dir:/etc"),
     "an unknown model": _described(name="\x1b[2Jevil"),
 }
-CASES: dict[str, Case] = {name: _embedded(content) for name, content in CONTENTS.items()}
+CASES = {name: crafted(EMBED, "crafted.safetensors", content) for name, content in CONTENTS.items()}

@@ -1,8 +1,8 @@
 """Sound files that crafted ones are made from: a run and its checkpoint, a model, a set, an index, a gallery."""
 
-import json
+import os
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,68 +21,82 @@ checkpoint = { every_steps = 1 }
 log = { tensorboard = false }
 """
 
-Arguments = list[str | Path]
 
-
-@dataclass(frozen=True)
 class Samples:
     """Paths of sound files in ``folder``; a case copies what it changes."""
 
-    folder: Path
-
-    @property
-    def config(self) -> Path:
-        """A training's configuration."""
-        return self.folder / "train.toml"
-
-    @property
-    def run(self) -> Path:
-        """The training's run directory."""
-        return self.folder / "run"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The checkpoint of its only step."""
-        return self.run / "checkpoints/step-00000001"
-
-    @property
-    def model(self) -> Path:
-        """A backbone as .safetensors."""
-        return self.folder / "model.safetensors"
-
-    @property
-    def embeddings(self) -> Path:
-        """An embedding set of 12 rows."""
-        return self.folder / "faces.emb"
-
-    @property
-    def index(self) -> Path:
-        """An exact index of them."""
-        return self.folder / "faces.idx"
-
-    @property
-    def store(self) -> Path:
-        """A gallery's folder, with one collection of them."""
-        return self.folder / "store"
-
-    @property
-    def snapshot(self) -> Path:
-        """A snapshot of it."""
-        return self.folder / "store.snapshot"
-
-    @property
-    def picture(self) -> Path:
-        """A private picture."""
-        return self.folder / "private.jpg"
-
-    @property
-    def records(self) -> Path:
-        """A .rec of 12 pictures with its companions."""
-        return self.folder / "pictures.rec"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "train.toml"
+        self.run = folder / "run"
+        self.checkpoint = self.run / "checkpoints/step-00000001"  # of the training's only step
+        self.model = folder / "model.safetensors"
+        self.embeddings = folder / "faces.emb"  # 12 rows
+        self.index = folder / "faces.idx"  # an exact one of them
+        self.store = folder / "store"  # a gallery of one collection of them
+        self.snapshot = folder / "store.snapshot"
+        self.picture = folder / "private.jpg"
+        self.records = folder / "pictures.rec"  # 12 pictures, with its companions
 
 
 # A case writes its file into an empty folder, and returns the arguments of the command that reads it.
-Case = Callable[[Path, Samples], Arguments]
+Case = Callable[[Path, Samples], list[str]]
+Content = bytes | Callable[[Samples], bytes]  # the large ones are made when they are needed
+Change = Callable[[Path], object]
+EMBED = "embed {file} --data avatars:2x2 --out {out}/out.emb"
+
+
+def arguments(words: str, folder: Path, samples: Samples, file: Path) -> list[str]:
+    """The words of a command, in which {file} is what was crafted, {out} a place beside, and {model} … are samples."""
+    return [word.format(**vars(samples), file=file, out=folder.parent) for word in words.split()]
+
+
+def content_of(content: Content, samples: Samples) -> bytes:
+    """Make what is only made when it is needed."""
+    return content if isinstance(content, bytes) else content(samples)
+
+
+def crafted(words: str, name: str, content: Content) -> Case:
+    """The command ``words`` reads a file ``name`` of this content."""
+
+    def make(folder: Path, samples: Samples) -> list[str]:
+        (folder / name).write_bytes(content_of(content, samples))
+        return arguments(words, folder, samples, folder / name)
+
+    return make
+
+
+def copied(words: str, sample: str, change: Change, name: str = "copy") -> Case:
+    """The command ``words`` reads a copy of the folder ``sample``, after its ``change``."""
+
+    def make(folder: Path, samples: Samples) -> list[str]:
+        shutil.copytree(getattr(samples, sample), folder / name)
+        change(folder / name)
+        return arguments(words, folder, samples, folder / name)
+
+    return make
+
+
+def _written(text: str) -> Change:
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+def piped(path: Path) -> None:
+    """Put a pipe that nobody writes to in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+MANIFESTS: dict[str, Change] = {
+    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
+    "a manifest that is a pipe": lambda folder: piped(folder / "manifest.json"),
+    "a manifest nested deeply": _written("[" * 100_000),
+    "a manifest nested deeply in a dictionary": _written('{"format": ' + '{"a":' * 100_000),
+    "a manifest of a million digits": _written("9" * 1_000_000),
+    "a manifest of a value of a million digits": _written('{"a": ' + "9" * 1_000_000 + "}"),
+    "a manifest of NaN": _written('{"format": "x", "seal": NaN}'),
+    "a manifest that is cut off": lambda folder: os.truncate(folder / "manifest.json", 60),
+}
 
 
 def make_samples(folder: Path, commands: Commands) -> Samples:
@@ -103,8 +117,3 @@ def make_samples(folder: Path, commands: Commands) -> Samples:
         done = commands(*words)
         assert done.code == 0, (words, done.output)
     return samples
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as compact JSON."""
-    path.write_text(json.dumps(value))

@@ -1,62 +1,27 @@
 """Lists, tables and configurations that were made to harm: 100 MB without an end of line, nesting, huge numbers."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from untrusted.samples import Arguments, Case, Samples
-
-Content = bytes | Callable[[], bytes]
+from untrusted.samples import Case, Content, Samples, arguments, content_of, crafted
 
 
-def plain() -> bytes:
+def plain(_: Samples) -> bytes:
     """100 MB without an end of line."""
     return b"x" * 100_000_000
 
 
-def mixed() -> bytes:
+def mixed(_: Samples) -> bytes:
     """As many, which as text take four bytes a letter."""
-    return plain() + "🙂".encode()
+    return b"x" * 100_000_000 + "🙂".encode()
 
 
-def _case(name: str, content: Content, arguments: Callable[[Path, Path, Samples], Arguments]) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content() if callable(content) else content)
-        return arguments(path, folder.parent, samples)
-
-    return make
-
-
-def _list(content: Content) -> Case:
-    return _case("crafted.txt", content, lambda path, out, samples: ["data", "stats", path])
-
-
-def _pairs(content: Content) -> Case:
-    return _case(
-        "crafted.txt",
-        content,
-        lambda path, out, samples: ["data", "pairs", "avatars:2x2", out / "x.bin", "--list", path],
-    )
-
-
-def _landmarks(content: Content) -> Case:
-    words = ["data", "align", "avatars:2x2", "--landmarks"]
-    return _case("crafted.csv", content, lambda path, out, samples: [*words, path, "--out", out / "out"])
-
-
-def _config(content: Content) -> Case:
-    return _case("crafted.toml", content, lambda path, out, samples: ["train", path, "--out", out / "run"])
-
-
-def _calibration(content: Content) -> Case:
-    words = ["serve", "--fmr", "1e-3", "--calibration"]
-    return _case(
-        "crafted.json",
-        content,
-        lambda path, out, samples: [*words, path, "--model", samples.model, "--store", out / "s"],
-    )
+_list = partial(crafted, "data stats {file}", "crafted.txt")
+_pairs = partial(crafted, "data pairs avatars:2x2 {out}/x.bin --list {file}", "crafted.txt")
+_landmarks = partial(crafted, "data align avatars:2x2 --landmarks {file} --out {out}/out", "crafted.csv")
+_config = partial(crafted, "train {file} --out {out}/run", "crafted.toml")
+_calibration = partial(crafted, "serve --fmr 1e-3 --calibration {file} --model {model} --store {out}/s", "crafted.json")
 
 
 def _ijb(**contents: Content) -> Case:
@@ -67,30 +32,32 @@ def _ijb(**contents: Content) -> Case:
         "ijbb_template_pair_label": b"1 1 1\n",
     }
 
-    def make(folder: Path, samples: Samples) -> Arguments:
+    def make(folder: Path, samples: Samples) -> list[str]:
         meta = folder / "crafted/meta"
         meta.mkdir(parents=True)
         for name, content in {**sound, **contents}.items():
-            (meta / f"{name}.txt").write_bytes(content() if callable(content) else content)
-        return ["eval", samples.model, "--ijb", folder / "crafted"]
+            (meta / f"{name}.txt").write_bytes(content_of(content, samples))
+        return arguments("eval {model} --ijb {file}", folder, samples, folder / "crafted")
 
     return make
 
 
+FORMS = ("a list", "pairs", "landmarks", "a configuration")
 LONG: dict[str, Content] = {
     "100 MB without a line end": plain,
     "100 MB without a line end and a letter of four bytes": mixed,
 }
 CASES: dict[str, Case] = {
-    **{f"a list of {name}": _list(content) for name, content in LONG.items()},
-    **{f"pairs of {name}": _pairs(content) for name, content in LONG.items()},
-    **{f"landmarks of {name}": _landmarks(content) for name, content in LONG.items()},
-    **{f"a configuration of {name}": _config(content) for name, content in LONG.items()},
+    **{
+        f"{form} of {name}": case(content)
+        for form, case in zip(FORMS, (_list, _pairs, _landmarks, _config), strict=True)
+        for name, content in LONG.items()
+    },
     **{f"IJB's faces of {name}": _ijb(ijbb_name_5pts_score=content) for name, content in LONG.items()},
     **{f"IJB's pairs of {name}": _ijb(ijbb_template_pair_label=content) for name, content in LONG.items()},
-    "a list of zeros": _list(lambda: bytes(100_000_000)),
+    "a list of zeros": _list(lambda _: bytes(100_000_000)),
     "a list of no UTF-8": _list(b"\xff\xfe" * 1000),
-    "a list of 10 million tabs": _list(lambda: b"\t" * 10_000_000),
+    "a list of 10 million tabs": _list(lambda _: b"\t" * 10_000_000),
     "a list of a label of a million digits": _list(b"a.png\t" + b"9" * 1_000_000 + b"\n"),
     "pairs of a number of a million digits": _pairs(b"Ada\t" + b"9" * 1_000_000 + b"\t2\n"),
     "pairs of a number in other scripts": _pairs("Ada\t²\t2\n".encode()),
@@ -98,7 +65,7 @@ CASES: dict[str, Case] = {
     "landmarks nested deeply": _landmarks(b"{" + b'"a":[' * 100_000),
     "landmarks of a million digits": _landmarks(b'{"path": "a", "landmarks": [' + b"9" * 1_000_000 + b"]}\n"),
     "landmarks of infinity": _landmarks(b"0/0.png," + b",".join([b"1e400"] * 10) + b"\n"),
-    "landmarks in 100 MB of quotes": _landmarks(lambda: b'"' * 100_000_000),
+    "landmarks in 100 MB of quotes": _landmarks(lambda _: b'"' * 100_000_000),
     "a configuration nested deeply": _config(b"a = " + b"[" * 100_000),
     "a configuration of tables nested deeply": _config(b"a" + b".a" * 100_000 + b" = 1"),
     "a configuration of inline tables nested deeply": _config(b"a = " + b"{a = " * 100_000),
@@ -111,13 +78,13 @@ CASES: dict[str, Case] = {
     "a configuration of backslashes": _config(b'="' + b"\\" * 65_000),
     "a configuration of half strings": _config(b'"""\\' * 16_000),
     "a configuration of a million digits": _config(b"steps = " + b"9" * 1_000_000),
-    "a configuration of 30 MB of comments": _config(lambda: b"# \n" * 10_000_000),
+    "a configuration of 30 MB of comments": _config(lambda _: b"# \n" * 10_000_000),
     "IJB's faces of digits": _ijb(ijbb_name_5pts_score=b"1.jpg " + b"9" * 1_000_000 + b"\n"),
     "IJB's templates of infinity": _ijb(ijbb_face_tid_mid=b"1.jpg 1e400 nan\n"),
     "IJB's pairs of digits": _ijb(ijbb_template_pair_label=b"1 1 " + b"9" * 1_000_000 + b"\n"),
     "a calibration nested deeply": _calibration(b"[" * 100_000),
-    "a calibration of 100 MB": _calibration(lambda: b'"' + plain()),
-    "a calibration of 100 MB and a letter of four bytes": _calibration(lambda: b'"' + mixed()),
+    "a calibration of 100 MB": _calibration(lambda _: b'"' + plain(_)),
+    "a calibration of 100 MB and a letter of four bytes": _calibration(lambda _: b'"' + mixed(_)),
     "a calibration of a million digits": _calibration(
         json.dumps({"format": "plsc calibration"}).encode()[:-1] + b', "version": ' + b"9" * 1_000_000 + b"}"
     ),

@@ -5,14 +5,12 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from untrusted.pickled import DEEP
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import EMBED, Content, Samples, crafted
 
 Members = dict[str, bytes]
 _TUPLES = b"Nq\x05" + b"".join(b"h\x05h\x05\x86q\x05" for _ in range(DEEP))
@@ -145,63 +143,39 @@ def _deep_program() -> bytes:
     return _packed(members)
 
 
-def _embedded(name: str, content: Callable[[Samples], bytes]) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = folder / name
-        path.write_bytes(content(samples))
-        return ["embed", path, "--data", "avatars:2x2", "--out", folder.parent / "out.emb"]
-
-    return make
-
-
-def _trained(content: Callable[[Samples], bytes]) -> Case:
-    """Weights that a training begins with."""
-
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = folder / "crafted.pt"
-        path.write_bytes(content(samples))
-        return ["train", samples.config, "--out", folder.parent / "run", "--init-weights", path]
-
-    return make
-
-
-CONTENTS: dict[str, Callable[[Samples], bytes]] = {
-    "an empty file": lambda samples: b"",
-    "os.system in a zip": lambda samples: _saved(_Shell()),
-    "os.system in the form before zip": lambda samples: _saved(_Shell(), _use_new_zipfile_serialization=False),
-    "os.system in a bare pickle": lambda samples: pickle.dumps(_Shell()),
+CONTENTS: dict[str, Content] = {
+    "an empty file": b"",
+    "os.system in a zip": _saved(_Shell()),
+    "os.system in the form before zip": _saved(_Shell(), _use_new_zipfile_serialization=False),
+    "os.system in a bare pickle": pickle.dumps(_Shell()),
     "os.system among tensors": lambda samples: _saved({**_state(samples), "x": _Shell()}),
-    "1 MB that inflates to 1 GiB": lambda samples: _bomb(1 << 30),
-    "a megabyte a thousand times": lambda samples: _repeated(1000),
-    "nested tuples as a key": lambda samples: _program(b"\x80\x02}q\x01(" + _TUPLES + b"K\x01u."),
-    "nested tuples as a key, in the form before zip": lambda samples: _legacy(
-        b"\x80\x02}q\x01(" + _TUPLES + b"K\x01u."
-    ),
-    "nested tuples in an ordered dictionary": lambda samples: _program(
+    "1 MB that inflates to 1 GiB": lambda _: _bomb(1 << 30),
+    "a megabyte a thousand times": lambda _: _repeated(1000),
+    "nested tuples as a key": _program(b"\x80\x02}q\x01(" + _TUPLES + b"K\x01u."),
+    "nested tuples as a key, in the form before zip": _legacy(b"\x80\x02}q\x01(" + _TUPLES + b"K\x01u."),
+    "nested tuples in an ordered dictionary": _program(
         b"\x80\x02ccollections\nOrderedDict\n](" + _TUPLES + b"K\x01\x86e\x85R."
     ),
-    "100,000 lists in each other": lambda samples: _program(b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b"."),
-    "a long integer of 100 kB": lambda samples: _program(
-        b"\x80\x02\x8b" + (100_000).to_bytes(4, "little") + b"\x7f" * 100_000 + b"."
-    ),
+    "100,000 lists in each other": _program(b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b"."),
+    "a long integer of 100 kB": _program(b"\x80\x02\x8b" + (100_000).to_bytes(4, "little") + b"\x7f" * 100_000 + b"."),
     "2^43 numbers in two bytes": _wide,
     "tensors without storage": _meta,
-    "a tensor of 2^60 numbers": lambda samples: _saved({"fc.weight": _view((1 << 30, 1 << 30), torch.float32)}),
-    "a sparse tensor": lambda samples: _saved({"w": _sparse()}),
+    "a tensor of 2^60 numbers": lambda _: _saved({"fc.weight": _view((1 << 30, 1 << 30), torch.float32)}),
+    "a sparse tensor": lambda _: _saved({"w": _sparse()}),
     "storages that are cut off": _short,
     "a file that is cut off": _cut,
     "a file without its middle": _hollow,
     "a directory of other entries": _no_directory,
     "a member's name that is no UTF-8": _misnamed,
-    "a list": lambda samples: _saved([torch.zeros(3)]),
-    "keys with an escape": lambda samples: _saved({"\x1b[2J": 7}),
+    "a list": lambda _: _saved([torch.zeros(3)]),
+    "keys with an escape": lambda _: _saved({"\x1b[2J": 7}),
 }
-CASES: dict[str, Case] = {name: _embedded("crafted.pt", content) for name, content in CONTENTS.items()}
-CASES |= {
-    "2^43 numbers in two bytes, trained": _trained(_wide),
-    "1 MB that inflates to 1 GiB, trained": _trained(lambda samples: _bomb(1 << 30)),
-    "a program that inflates to 1 GiB": _embedded("crafted.pt2", lambda samples: _inflated_program()),
-    "a program with an expression nested deeply": _embedded("crafted.pt2", lambda samples: _deep_program()),
-    "os.system in a zip named .bin": _embedded("crafted.bin", lambda samples: _saved(_Shell())),
-    "os.system in a zip named .ckpt": _embedded("crafted.ckpt", lambda samples: _saved(_Shell())),
+TRAIN = "train {config} --out {out}/run --init-weights {file}"
+CASES = {name: crafted(EMBED, "crafted.pt", content) for name, content in CONTENTS.items()} | {
+    "2^43 numbers in two bytes, trained": crafted(TRAIN, "crafted.pt", _wide),
+    "1 MB that inflates to 1 GiB, trained": crafted(TRAIN, "crafted.pt", lambda _: _bomb(1 << 30)),
+    "a program that inflates to 1 GiB": crafted(EMBED, "crafted.pt2", lambda _: _inflated_program()),
+    "a program with an expression nested deeply": crafted(EMBED, "crafted.pt2", _deep_program()),
+    "os.system in a zip named .bin": crafted(EMBED, "crafted.bin", _saved(_Shell())),
+    "os.system in a zip named .ckpt": crafted(EMBED, "crafted.ckpt", _saved(_Shell())),
 }

@@ -21,7 +21,7 @@ def make_vit(drop_path: float = 0.0, mask_ratio: float = 0.0) -> nn.Module:
     from plsc.models import vit
 
     vit.SHAPES["vit_of_pipelines"] = vit.Shape(32, 4)
-    return vit.VisionTransformer("vit_of_pipelines", 16, 32, drop_path, mask_ratio, None)
+    return vit.VisionTransformer("vit_of_pipelines", 16, 32, drop_path=drop_path, mask_ratio=mask_ratio)
 
 
 def passes(mesh: Any, sizes: list[int], masked: bool, schedule: str) -> tuple[list[float], dict[str, Tensor]]:

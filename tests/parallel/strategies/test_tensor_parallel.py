@@ -25,7 +25,7 @@ def make_vit(drop_path: float = 0.0, mask_ratio: float = 0.0, recompute: bool = 
 
     vit.SHAPES["vit_of_tests"] = vit.Shape(32, 2)
     torch.manual_seed(0)
-    backbone = vit.VisionTransformer("vit_of_tests", 8, 32, drop_path, mask_ratio, None).double()
+    backbone = vit.VisionTransformer("vit_of_tests", 8, 32, drop_path=drop_path, mask_ratio=mask_ratio).double()
     if recompute:
         recompute_in_backward([Segment(block) for block in backbone.blocks])
     return backbone
