@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from plsc.data.codec import ImageLike
+    from plsc.embedding.pipeline import Embed
     from plsc.embedding.sources import ImageSource
-    from plsc.evaluation.embedding import Embed
     from plsc.evaluation.roc import Roc
 
 RAW_PIXELS = "raw-pixels"

@@ -37,7 +37,7 @@ OPENERS = {
     "plsc.devices": "the system's",
     "plsc.doctor.machine": "the system's",
     "plsc.embedding.columns": "files of a manifest, which are regular ones",
-    "plsc.embedding.mtcnn_weights": "files whose hashes are known",
+    "plsc.embedding.mtcnn": "files whose hashes are known",
     "plsc.embedding.onnx_engine": "a model of our own",
     "plsc.embedding.program": "a model that is a regular file",
     "plsc.embedding.set_writer": "our own folder",

@@ -114,7 +114,7 @@ def _use_threads(count: int) -> None:
         raise UsageError(f"--threads {count}: at least one is needed")
     import torch
 
-    from plsc.index.exact import load_faiss
+    from plsc.index.scan import load_faiss
 
     load_faiss().omp_set_num_threads(count)
     torch.set_num_threads(count)
@@ -122,22 +122,14 @@ def _use_threads(count: int) -> None:
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
+    from plsc.index.tuning import BuildOptions
     from plsc.signing import load_private_key, sign
     from plsc.sizes import parse_memory
 
     key = None if args.sign is None else load_private_key(args.sign)
     memory = None if args.max_memory is None else parse_memory(args.max_memory, "--max-memory")
-    manifest = build(
-        args.sets,
-        args.out,
-        kind=args.kind,
-        recall=args.recall,
-        recall_at=args.recall_at,
-        latency_ms=args.latency_ms,
-        memory=memory,
-        seed=args.seed,
-        overwrite=args.overwrite,
-    )
+    options = BuildOptions(args.kind, args.recall, args.recall_at, args.latency_ms, memory, args.seed)
+    manifest = build(args.sets, args.out, options, overwrite=args.overwrite)
     if key is not None:
         sign(args.out, key)
     left = ", ".join(
@@ -222,7 +214,7 @@ def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.index.check import check
+    from plsc.index.index import check
 
     result = check(args.index)
     show(f"{args.index}: sound; {counted(result['rows'], 'row')} of {result['dim']}, kind {result['kind']}")

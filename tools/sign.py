@@ -70,12 +70,13 @@ def _check_folder(path: Path) -> None:
     """Refuse to sign an embedding set or an index that is not whole."""
     from plsc.embedding.embedding_set import FORMAT, EmbeddingSet
     from plsc.files import holds_manifest
-    from plsc.index import index
+    from plsc.index import Index
+    from plsc.index.build import FORMAT as INDEX_FORMAT
 
     if holds_manifest(path, FORMAT):
         EmbeddingSet(path, verify=True)
-    elif holds_manifest(path, index.FORMAT):
-        index.Index(path)
+    elif holds_manifest(path, INDEX_FORMAT):
+        Index(path)
     elif (path / MANIFEST).is_file():
         raise UsageError(f"{path} is neither an embedding set nor an index; plsc checkpoint sign signs checkpoints")
     else:

@@ -21,8 +21,12 @@ from plsc.errors import IntegrityError, first_line
 from plsc.files import pinned
 
 Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 # The files of maps: their names may lead to others meanwhile.
-_INODES: "WeakKeyDictionary[mmap, tuple[int, int]]" = WeakKeyDictionary()
+_FILES: "WeakKeyDictionary[mmap, os.stat_result]" = WeakKeyDictionary()
 
 
 def save_array(path: Path, array: Array) -> None:
@@ -46,7 +50,7 @@ def open_array(file: Path | BinaryIO, shape: tuple[int | None, ...], dtype: str)
     try:
         with file:
             mapped: Any = np.lib.format.open_memmap(pinned(file), mode="r")  # refuses objects, which would be pickled
-            _INODES[mapped._mmap] = _inode(file.fileno())
+            _FILES[mapped._mmap] = os.fstat(file.fileno())
             array: Array = mapped
     except Exception as error:  # its header is an expression of Python, and may be anything
         raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
@@ -62,12 +66,8 @@ def open_array(file: Path | BinaryIO, shape: tuple[int | None, ...], dtype: str)
 
 def is_of_file(array: Any, descriptor: int) -> bool:
     """False if ``array`` was mapped by :func:`open_array` from another file than the open one."""
-    return _INODES.get(array._mmap, _inode(descriptor)) == _inode(descriptor)
-
-
-def _inode(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+    mapped = _FILES.get(array._mmap)
+    return mapped is None or os.path.samestat(mapped, os.fstat(descriptor))
 
 
 class MappedStringColumn(StringColumn):

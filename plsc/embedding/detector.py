@@ -5,22 +5,18 @@ file with the outputs of SCRFD or YuNet (:mod:`plsc.embedding.onnx_detector`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from plsc.data.alignment import align_face
+from plsc.embedding.columns import Float32
 from plsc.errors import DataError, UsageError
 from plsc.nearest import did_you_mean
 
-PREFIX = "onnx:"
-
-Float32 = NDArray[np.float32]
+MTCNN, PREFIX = "mtcnn", "onnx:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,21 +103,12 @@ class DetectedLandmarks:
         return {**self.__dict__, "_detector": None}  # a session cannot be pickled for a worker
 
 
-def open_detector(
-    spec: str,
-    *,
-    device: torch.device | None = None,
-    threshold: float | None = None,
-    overlap: float | None = None,
-    tried: str | None = None,
-) -> Detector:
-    """Open a detector.
+def open_detector(spec: str, *, threshold: float | None = None, tried: str | None = None) -> Detector:
+    """Open a detector, which runs on the CPU.
 
     Args:
-        spec: a name of :data:`DETECTORS`, or ``onnx:FILE``.
-        device: where it runs; None: the CPU.
+        spec: ``mtcnn``, or ``onnx:FILE``.
         threshold: the least score of a face; None: the detector's own.
-        overlap: of two boxes that overlap by more, the better one is kept; None: the detector's own.
         tried: the fingerprint of a file that was tried in a process of its own already; another file is refused.
 
     Raises:
@@ -129,30 +116,16 @@ def open_detector(
         DataError: the file is corrupt, cannot be run, or is no detector with landmarks.
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
-    device = device or torch.device("cpu")
-    if spec in DETECTORS:
-        return DETECTORS[spec](device, threshold, overlap)
+    if spec == MTCNN:
+        from plsc.embedding.mtcnn import MtcnnDetector
+
+        return MtcnnDetector(threshold)
     if not spec.startswith(PREFIX) or spec == PREFIX:
-        raise UsageError(f"a detector is named {', '.join(DETECTORS)} or {PREFIX}FILE, not {spec!r}{_nearest(spec)}")
+        meant = f"; did you mean {PREFIX}{spec}?" if spec.lower().endswith(".onnx") else did_you_mean(spec, [MTCNN])
+        raise UsageError(f"a detector is named {MTCNN} or {PREFIX}FILE, not {spec!r}{meant}")
     path = Path(spec.removeprefix(PREFIX))
     if not path.is_file():
-        raise UsageError(f"there is no detector {path}; without a file, there is {', '.join(DETECTORS)}")
+        raise UsageError(f"there is no detector {path}; without a file, there is {MTCNN}")
     from plsc.embedding.onnx_detector import OnnxDetector
 
-    return OnnxDetector(path, device, threshold, overlap, tried=tried)
-
-
-def _mtcnn(device: torch.device, threshold: float | None, overlap: float | None) -> Detector:
-    from plsc.embedding.mtcnn import MtcnnDetector
-
-    return MtcnnDetector(device, threshold, overlap)
-
-
-# How each is opened: (device, threshold, overlap), where None is the detector's own.
-DETECTORS: dict[str, Callable[[torch.device, float | None, float | None], Detector]] = {"mtcnn": _mtcnn}
-
-
-def _nearest(spec: str) -> str:
-    if spec.lower().endswith(".onnx"):
-        return f"; did you mean {PREFIX}{spec}?"
-    return did_you_mean(spec, list(DETECTORS))
+    return OnnxDetector(path, threshold, tried)

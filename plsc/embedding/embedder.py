@@ -1,5 +1,6 @@
 """One interface to every model that turns images into embeddings, whatever file it comes in."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -90,6 +91,7 @@ def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
     return (embedder(images) + embedder(images.flip(-1))) / 2
 
 
+@dataclass(eq=False)
 class TorchEngine:
     """A PyTorch module on a device, with autocast in "bf16" and "fp16".
 
@@ -97,41 +99,33 @@ class TorchEngine:
     cannot be converted.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        preprocessing: Preprocessing,
-        embedding_dim: int,
-        contract: str,
-        device: torch.device,
-        precision: str,
-        *,
-        channels_last: bool = False,
-    ) -> None:
-        self.preprocessing = preprocessing
-        self.embedding_dim = embedding_dim
-        self.contract_id = contract
-        self.precision = precision
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
-        self._module = module.to(device)
-        if channels_last:
-            self._module = self._module.to(memory_format=torch.channels_last)
-        self._device = device
-        self._autocast_dtype = PRECISIONS[precision]
+    module: nn.Module
+    preprocessing: Preprocessing
+    embedding_dim: int
+    contract_id: str
+    device: torch.device
+    precision: str
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.module.to(self.device)
+        if self.channels_last:
+            self.module.to(memory_format=torch.channels_last)
 
     @torch.inference_mode()
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return self._run_batch(images_u8).cpu()
         return torch.cat([self._run_batch(part) for part in images_u8.split(CPU_BATCH)])
 
     def _run_batch(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""
-        images = images_u8.to(self._device, non_blocking=True).contiguous(memory_format=self._layout)
-        enabled = self._autocast_dtype is not None
-        with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
-            embeddings: Tensor = self._module(self.preprocessing(images))
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        dtype = PRECISIONS[self.precision]
+        images = images_u8.to(self.device, non_blocking=True).contiguous(memory_format=layout)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            embeddings: Tensor = self.module(self.preprocessing(images))
         return embeddings.float()
 
 
@@ -189,9 +183,7 @@ def backbone_engine(
     """Make the engine of a backbone in memory; switches it to evaluation mode, and to channels_last if so asked."""
     preprocessing = model.preprocessing
     contract = contract_id(preprocessing, state_digest(model.state_dict()))
-    return TorchEngine(
-        model.eval(), preprocessing, model.embedding_dim, contract, device, precision, channels_last=channels_last
-    )
+    return TorchEngine(model.eval(), preprocessing, model.embedding_dim, contract, device, precision, channels_last)
 
 
 def model_file(source: str | Path, *, best: bool = False) -> Path:

@@ -21,12 +21,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from plsc.embedding.columns import ChainedStringColumn, open_array, open_strings, string_files
+from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
 from plsc.files import MANIFEST, Manifest, manifest_value, open_described, pinned, read_manifest, verify_files
 from plsc.signing import is_asked_for, require_signed
@@ -37,9 +36,6 @@ SHARD_FORMAT = "plsc embedding shard"
 VERSION = 1
 LARGEST_DIM = 1 << 20
 SHARD_FILES = ("embeddings.npy", "ids.npy", "labels.npy", *string_files("keys"), "errors.jsonl")
-
-Float32 = npt.NDArray[np.float32]
-Int64 = npt.NDArray[np.int64]
 
 
 def shard_name(number: int) -> str:
@@ -65,7 +61,7 @@ class Shard:
             return open_described(folder, name, described[name], verify=verify)
 
         self.folder, self.start = folder, int(manifest["start"])
-        self.embeddings: npt.NDArray[Any] = open_array(file("embeddings.npy"), (rows, dim), dtype)
+        self.embeddings: Array = open_array(file("embeddings.npy"), (rows, dim), dtype)
         self.ids: Int64 = open_array(file("ids.npy"), (rows,), "int64")
         self.labels: Int64 = open_array(file("labels.npy"), (rows,), "int64")
         self.keys: Sequence[str] = open_strings(file, "keys", rows)
@@ -116,7 +112,12 @@ class EmbeddingSet:
             "class_names",
             self.manifest["classes"],
         )
-        self.shards = [self._open_shard(entry, verify) for entry in self.manifest["shards"]]
+        self.shards: list[Shard] = []
+        for entry in self.manifest["shards"]:
+            path = self.folder / entry["name"]
+            if verify:
+                read_manifest(path, SHARD_FORMAT, VERSION)
+            self.shards.append(Shard(path, entry, self.dim, self.manifest["dtype"], verify=verify))
 
     def __len__(self) -> int:
         return int(self.manifest["rows"])
@@ -147,20 +148,15 @@ class EmbeddingSet:
                 rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return rows
 
-    @property
-    def embeddings(self) -> list[npt.NDArray[Any]]:
-        """The memory-mapped (n, dim) arrays, shard by shard."""
-        return [shard.embeddings for shard in self.shards]
-
     @cached_property
     def labels(self) -> Int64:
         """(N,) int64: the class of each row in ``class_names``, -1 for none."""
-        return _joined([shard.labels for shard in self.shards])
+        return np.concatenate([np.empty(0, np.int64), *(shard.labels for shard in self.shards)])
 
     @cached_property
     def ids(self) -> Int64:
         """(N,) int64, unique."""
-        return _joined([shard.ids for shard in self.shards])
+        return np.concatenate([np.empty(0, np.int64), *(shard.ids for shard in self.shards)])
 
     @cached_property
     def keys(self) -> Sequence[str]:
@@ -186,12 +182,6 @@ class EmbeddingSet:
         if start != rows or self.manifest["dtype"] not in ("float32", "float16") or not 0 < dim <= LARGEST_DIM:
             raise IntegrityError(f"{self.folder / MANIFEST} does not describe its shards; use another copy")
 
-    def _open_shard(self, entry: Manifest, verify: bool) -> Shard:
-        folder = self.folder / entry["name"]
-        if verify:
-            read_manifest(folder, SHARD_FORMAT, VERSION)
-        return Shard(folder, entry, self.dim, self.manifest["dtype"], verify=verify)
-
 
 def same_contract(sets: Sequence[EmbeddingSet]) -> str:
     """The contract id that all ``sets`` share, as they share dim; :class:`UsageError` names two that differ."""
@@ -210,10 +200,6 @@ def require_contract(actual: str, expected: str, source: str, target: str) -> No
             f"{source} was embedded by another model or preprocessing ({actual}) than {target} ({expected}); "
             "vectors of two models cannot be compared: embed both with one"
         )
-
-
-def _joined(parts: list[Int64]) -> Int64:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def _read_errors(file: BinaryIO, rows: range) -> dict[int, str]:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,11 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
     """
     import onnx
 
-    engine = backbone_engine(model, CPU)
-    expected = _expected(engine, Path(path))
-    with atomic_write(Path(path)) as tmp_path:
-        tmp_path.touch()  # fails now, before the work, if the folder cannot be written
+    def write(engine: Engine, tmp_path: Path) -> Engine:
         onnx.save(_onnx_model(model, engine), str(tmp_path))
-        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU, own=True), Path(path), tolerance)
-    return _result("onnx", Path(path), engine, check)
+        return OnnxEngine(tmp_path, CPU, own=True)
+
+    return _exported("onnx", model, Path(path), write, tolerance)
 
 
 def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
@@ -79,17 +77,14 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
     image_size, mean, std, interpolation and the contract id. Nothing in it is pickled. Returns and raises as
     :func:`export_onnx`.
     """
-    engine = backbone_engine(model, CPU)
-    expected = _expected(engine, Path(path))
-    contract = {"format": PROGRAM_FORMAT, **engine.preprocessing.to_dict(), **_contract(engine)}
-    with atomic_write(Path(path)) as tmp_path:
-        tmp_path.touch()
+
+    def write(engine: Engine, tmp_path: Path) -> Engine:
+        contract = {"format": PROGRAM_FORMAT, **engine.preprocessing.to_dict(), **_contract(engine)}
         with _quiet():
             save_program(_program(model), tmp_path, contract)
-        module, preprocessing, embedding_dim, contract_id = open_program(tmp_path, CPU, own=True)
-        written = TorchEngine(module, preprocessing, embedding_dim, contract_id, CPU, "fp32")
-        check = _checked(engine, expected, written, Path(path), tolerance)
-    return _result("torch", Path(path), engine, check)
+        return TorchEngine(*open_program(tmp_path, CPU, own=True), CPU, "fp32")
+
+    return _exported("torch", model, Path(path), write, tolerance)
 
 
 def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
@@ -110,13 +105,33 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
             f"the model takes {model.preprocessing.describe()}, which a bare state_dict cannot say; "
             "export it with --format onnx or torch"
         )
-    engine = backbone_engine(model, CPU)
-    expected = _expected(engine, Path(path))
-    with atomic_write(Path(path)) as tmp_path:
+
+    def write(engine: Engine, tmp_path: Path) -> Engine:
         torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path)
-        check = _checked(engine, expected, backbone_engine(load_model(tmp_path, own=True), CPU), Path(path), 0.0)
+        return backbone_engine(load_model(tmp_path, own=True), CPU)
+
     network = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
-    return {**_result("insightface", Path(path), engine, check), "arcface_torch": network}
+    return {**_exported("insightface", model, Path(path), write, 0.0), "arcface_torch": network}
+
+
+def _exported(
+    kind: str, model: Backbone, path: Path, write: Callable[[Engine, Path], Engine], tolerance: float
+) -> dict[str, Any]:
+    """Let ``write`` write the file and read it back; it appears once its embeddings are those of ``model``."""
+    engine = backbone_engine(model, CPU)
+    expected = _expected(engine, path)
+    with atomic_write(path) as tmp_path:
+        tmp_path.touch()  # fails now, before the work, if the folder cannot be written
+        check = _checked(engine, expected, write(engine, tmp_path), path, tolerance)
+    return {
+        "format": kind,
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        **check,
+        "embedding_dim": engine.embedding_dim,
+        "image_size": engine.preprocessing.image_size,
+        "contract_id": engine.contract_id,
+    }
 
 
 def _onnx_model(model: Backbone, engine: Engine) -> Any:
@@ -162,17 +177,16 @@ def _program(model: Backbone) -> torch.export.ExportedProgram:
 
 
 def _contract(engine: Engine) -> dict[str, Any]:
-    return {
-        "embedding_dim": engine.embedding_dim,
-        "contract_id": engine.contract_id,
-    }
+    return {"embedding_dim": engine.embedding_dim, "contract_id": engine.contract_id}
 
 
 def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
     """Pairs (random images, their embeddings), one for each of the batch sizes that are checked."""
     pairs = []
     for count in CHECKED_BATCHES:
-        images = _random_images(count, engine.preprocessing.shape)
+        generator = torch.Generator().manual_seed(count)
+        shape = (count, *engine.preprocessing.shape)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         embeddings = engine.run(images)
         if not embeddings.isfinite().all():
             raise DataError(f"{path} was not written: the model's embeddings are not finite; check its weights")
@@ -193,23 +207,6 @@ def _checked(
     if error > limit:
         raise DataError(f"{path} was not written: its embeddings are off by {error:.2g} (tolerance {limit:.2g})")
     return {"max_abs_error": error, "max_abs_value": largest, "tolerance": tolerance}
-
-
-def _random_images(count: int, shape: tuple[int, int, int]) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
-
-
-def _result(kind: str, path: Path, engine: Engine, check: dict[str, float]) -> dict[str, Any]:
-    return {
-        "format": kind,
-        "file": str(path),
-        "bytes": path.stat().st_size,
-        **check,
-        "embedding_dim": engine.embedding_dim,
-        "image_size": engine.preprocessing.image_size,
-        "contract_id": engine.contract_id,
-    }
 
 
 @contextmanager

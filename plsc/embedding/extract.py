@@ -9,7 +9,6 @@ system.
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from plsc.data import ImageDataset
 from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
-from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches, usable_rows
+from plsc.embedding.pipeline import Embed, StallTimes, decode_loader, embedded_batches, fill_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_replace_dir, holds_manifest
@@ -35,17 +35,6 @@ _FINGERPRINT_KEYS = 4096
 _SHOWN = 10  # errors and warnings in a summary
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The work, the same on every rank."""
-
-    embedder: Embedder
-    dataset: ImageDataset
-    writer: SetWriter
-    batch_size: int
-    workers: int
-
-
 @dataclass
 class _Work:
     """One rank's part in this call: rows, seconds in all, seconds of waiting, and warnings of pictures."""
@@ -55,11 +44,6 @@ class _Work:
     stalls: StallTimes = field(default_factory=StallTimes)
     warnings: list[tuple[int, str]] = field(default_factory=list)  # (row, warning) of the first ones
     warning_count: int = 0
-
-    def add_warnings(self, warnings: dict[int, str]) -> None:
-        """Count ``warnings``, {row: warning}, and keep the first."""
-        self.warning_count += len(warnings)
-        self.warnings += [*warnings.items()][: _SHOWN - len(self.warnings)]
 
 
 def extract(
@@ -121,14 +105,22 @@ def extract(
         **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
     final = Path(folder)
-    replaces = on_main(lambda: overwrite and _holds_set(final), mesh)
+    replaces = on_main(
+        lambda: overwrite and holds_manifest(final, FORMAT), mesh
+    )  # something else is refused by begin()
     target = final.with_name(f".{final.name}.new") if replaces else final
     writer = SetWriter(target, settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
     with ExitStack() as lock:
         complete = on_main(lambda: _begin(writer, lock, replaces), mesh)
         pending = _pending_shards(writer, mesh)
-        job = _Job(embedder, dataset, writer, batch_size, workers)
-        work = _embed_shards(job, pending[mesh.rank :: mesh.world_size], mesh, quiet)
+        shards = pending[mesh.rank :: mesh.world_size]
+        ranges = [writer.shard_range(number) for number in shards]
+        pin = mesh.device.type == "cuda"
+        loader = decode_loader(dataset, ranges, embedder.preprocessing, batch_size=batch_size, workers=workers, pin=pin)
+        name = "embed" if mesh.world_size == 1 else f"embed (rank {mesh.rank} of {mesh.world_size})"
+        progress = Progress(name, sum(stop - start for start, stop in ranges), quiet=quiet or not mesh.is_main)
+        embed = partial(embed_images, embedder, flip=flip)
+        work = _embed_shards(embed, loader, dataset, writer, shards, progress) if shards else _Work()
         works = all_gather_object(work, mesh)
         unchanged = complete and not pending
         on_main(lambda: _finish(writer, [str(name) for name in dataset.class_names], unchanged, final), mesh)
@@ -175,15 +167,6 @@ def _origin(source: object) -> str:
     return str(path.resolve()) if path.exists() else str(source)
 
 
-def _holds_set(folder: Path) -> bool:
-    """Return whether ``folder`` holds an embedding set; :class:`UsageError` if it holds something else."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return False
-    if not holds_manifest(folder, FORMAT):
-        raise UsageError(f"{folder} is not empty and holds no embedding set; name another folder")
-    return True
-
-
 def _begin(writer: SetWriter, lock: ExitStack, replaces: bool) -> bool:
     """Lock and begin the folder; True if the set is complete."""
     lock.enter_context(sole_writer(writer.folder))
@@ -223,58 +206,43 @@ def _is_whole(folder: Path) -> bool:
 
 
 @report_killed_workers()
-def _embed_shards(job: _Job, shards: list[int], mesh: Mesh, quiet: bool) -> _Work:
-    """Make and publish ``shards``, one after the other."""
-    ranges = [job.writer.shard_range(number) for number in shards]
-    name = "embed" if mesh.world_size == 1 else f"embed (rank {mesh.rank} of {mesh.world_size})"
-    progress = Progress(name, sum(stop - start for start, stop in ranges), quiet=quiet or not mesh.is_main)
-    work = _Work()
-    if not shards:
-        return work
-    began = time.monotonic()
-    loader = decode_loader(
-        job.dataset,
-        ranges,
-        preprocessing=job.embedder.preprocessing,
-        batch_size=job.batch_size,
-        workers=job.workers,
-        pin=mesh.device.type == "cuda",
-    )
-    embed = partial(embed_images, job.embedder, flip=job.writer.settings["flip"])
+def _embed_shards(
+    embed: Embed,
+    loader: DataLoader[Any],
+    dataset: ImageDataset,
+    writer: SetWriter,
+    shards: list[int],
+    progress: Progress,
+) -> _Work:
+    """Make and publish ``shards``, one after the other, of what ``loader`` decodes."""
+    work, began = _Work(), time.monotonic()
     batches = embedded_batches(embed, iter(loader), work.stalls)
     with ThreadPoolExecutor(1) as publisher:  # a shard is hashed and written while the next is computed
         publishing: Future[None] | None = None
         for number in shards:
-            rows = _shard_rows(job, number, batches, work, progress)
+            start, stop = writer.shard_range(number)
+            embeddings = np.zeros((stop - start, writer.settings["dim"]), dtype=writer.settings["dtype"])
+            errors, warnings = fill_rows(embeddings, batches, progress.advance)
+            work.rows += len(embeddings)
+            work.warning_count += len(warnings)
+            first = [(start + row, text) for row, text in warnings.items()][: _SHOWN - len(work.warnings)]
+            work.warnings += first
+            rows = ShardRows(
+                start,
+                embeddings,
+                ids=np.arange(start, stop, dtype=np.int64),
+                labels=np.asarray(dataset.labels[start:stop], dtype=np.int64),
+                keys=[dataset.key(row) for row in range(start, stop)],
+                errors={start + row: text for row, text in errors.items()},
+            )
             if publishing is not None:
                 publishing.result()
-            publishing = publisher.submit(job.writer.publish, number, rows)
-        if publishing is not None:
-            publishing.result()
+            publishing = publisher.submit(writer.publish, number, rows)
+    if publishing is not None:
+        publishing.result()
     work.seconds = time.monotonic() - began
     progress.finish()
     return work
-
-
-def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work, progress: Progress) -> ShardRows:
-    """The rows of a shard, out of as many ``batches`` as it takes."""
-    start, stop = job.writer.shard_range(number)
-    settings = job.writer.settings
-    embeddings = np.zeros((stop - start, settings["dim"]), dtype=settings["dtype"])
-    errors: dict[int, str] = {}
-    row = start
-    while row < stop:
-        batch = next(batches)
-        stored, bad = usable_rows(batch.rows, batch.errors, embeddings.dtype)
-        embeddings[row - start : row - start + len(stored)] = stored
-        errors |= {row + position: text for position, text in bad.items()}
-        work.add_warnings({row + position: text for position, text in batch.warnings.items()})
-        row += len(stored)
-        work.rows += len(stored)
-        progress.advance(len(stored))
-    labels = np.asarray(job.dataset.labels[start:stop], dtype=np.int64)
-    keys = [job.dataset.key(row) for row in range(start, stop)]
-    return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
 
 
 def _summary(folder: Path, works: list[_Work], dataset: ImageDataset) -> dict[str, Any]:

@@ -1,21 +1,36 @@
 """MTCNN: three small networks, one after another, propose faces, refine them and place their landmarks.
 
 Zhang et al., "Joint Face Detection and Alignment Using Multitask Cascaded Convolutional Networks", 2016. The weights
-are those of the installed package ``mtcnn`` (:mod:`plsc.embedding.mtcnn_weights`); the networks run in torch.
+are those of the installed package ``mtcnn``, read out of its files without importing it or unpickling them; the
+networks run in torch.
 
 Boxes are float32 (n, 4) left, top, right, bottom, with the picture's outer edges at 0 and its sides.
+
+The package (MIT) is made for TensorFlow; installed alone it is three files and their readers. Each file is an lz4 frame
+around a pickle of a list of float32 arrays, in Keras's order and layout, with the arrays' bytes between its opcodes as
+joblib writes them. :func:`pickletools.genops` tells the opcodes apart and executes none. Which array comes next is
+known from the network.
+
+A signature is not asked for: the files come with the package, as code does, and their hashes stand here, in the code
+that reads them. Other files are refused.
 """
 
 import hashlib
-from collections.abc import Iterator
+import io
+import math
+import pickletools
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softmax
 
+from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
-from plsc.embedding.mtcnn_weights import DIGESTS, load_weights, weights_files
+from plsc.errors import DataError, UsageError
 
 LONGEST_SIDE = 1024  # pixels; larger pictures are scaled down for the search
 SMALLEST_FACE = 20  # pixels of the picture that is searched, and at least the following share of its longest side
@@ -23,10 +38,17 @@ SMALLEST_SHARE = 1 / 32
 CELL, STRIDE = 12, 2  # of the proposing network: it looks at 12x12 pixels in every second place
 PYRAMID = 0.709  # from one size of the picture to the next: half the area
 PROPOSAL_SCORE, REFINED_SCORE, FACE_SCORE = 0.6, 0.7, 0.7
-LEVEL_OVERLAP, OVERLAP = 0.5, 0.7
+LEVEL_OVERLAP, OVERLAP = 0.5, 0.7  # of two boxes that overlap by more, the better one is kept
 MAX_PROPOSALS = 1000  # of one size of the picture
 MAX_CANDIDATES = 256  # that the second and the third network look at
 MEAN, STD = 127.5, 128.0
+INSTALL = "pip install plsc-torch[detector]"
+# SHA-256 of the networks' files in mtcnn 1.0.
+DIGESTS = {
+    "pnet": "ea6b0c3e685ebee3165326ad6484acc95f2ef78f1c94fbf40a55704fa989f7b5",
+    "rnet": "cb00e6460f3c98b0bfafaba3c0a0ded4bdf6e62cee7174d969e8670d7e757fee",
+    "onet": "94f6ea2f4cf985275ee958cdd762d17b6009348a4fb9d8c6be39ba73ffd22ca3",
+}
 
 
 class MtcnnDetector(Detector):
@@ -36,24 +58,19 @@ class MtcnnDetector(Detector):
     side, are found.
 
     Args:
-        device: where it runs.
         threshold: the least score of a face; None: 0.7.
-        overlap: of two faces whose intersection exceeds this share of the smaller, the better is kept; None: 0.7.
 
     Raises:
         UsageError: the extra is not installed.
         DataError: its files are damaged.
     """
 
-    def __init__(self, device: torch.device, threshold: float | None, overlap: float | None) -> None:
-        self._device = device
+    def __init__(self, threshold: float | None) -> None:
         self._threshold = FACE_SCORE if threshold is None else threshold
-        self._overlap = OVERLAP if overlap is None else overlap
         networks = proposing(), refining(), placing()
-        files = weights_files()
-        for network, path in zip(networks, files, strict=True):
+        for network, path in zip(networks, weights_files(), strict=True):
             load_weights(network, path)
-            network.eval().requires_grad_(False).to(device)
+            network.eval().requires_grad_(False)
         self._propose, self._refine, self._place = networks
         self.fingerprint = hashlib.sha256("".join(DIGESTS.values()).encode()).hexdigest()[:16]
 
@@ -65,9 +82,9 @@ class MtcnnDetector(Detector):
         height, width = image.shape[1:]
         factor = min(LONGEST_SIDE / max(height, width), 1.0)
         sides = max(round(height * factor), 1), max(round(width * factor), 1)
-        picture = resize_image(image, sides).to(self._device)
+        picture = resize_image(image, sides)
         squares = self._refined(picture, self._proposals(picture))
-        scores, boxes, landmarks = (found.cpu().numpy() for found in self._placed(picture, squares))
+        scores, boxes, landmarks = (found.numpy() for found in self._placed(picture, squares))
         scale = np.array([width / sides[1], height / sides[0]], dtype=np.float32)
         boxes = np.clip(boxes * np.tile(scale, 2), 0, np.tile([width, height], 2)).astype(np.float32)
         landmarks = landmarks * scale - np.float32(0.5)  # from edges at 0 to pixel centres at integers
@@ -77,7 +94,7 @@ class MtcnnDetector(Detector):
         """The squares (n, 4) in which ``picture`` uint8 (3, H, W) may show a face."""
         found = [self._level(level, picture.shape) for level in _pyramid(picture)]
         if not found:
-            return torch.zeros(0, 4, device=picture.device)
+            return torch.zeros(0, 4)
         scores, boxes, offsets = (torch.cat(parts) for parts in zip(*found, strict=True))
         kept = _best(boxes, scores, OVERLAP, MAX_CANDIDATES)
         return _square(_shifted(boxes[kept], offsets[kept]))
@@ -90,7 +107,7 @@ class MtcnnDetector(Detector):
         chosen = torch.nonzero(scores >= PROPOSAL_SCORE)[:, 0]
         columns = logits.shape[-1]
         corners = torch.stack([chosen % columns, chosen // columns], dim=1) * float(STRIDE)
-        scale = torch.tensor([shape[2] / level.shape[2], shape[1] / level.shape[1]], device=level.device)
+        scale = torch.tensor([shape[2] / level.shape[2], shape[1] / level.shape[1]])
         boxes = torch.cat([corners, corners + CELL], dim=1) * scale.repeat(2)
         kept = _best(boxes, scores[chosen], LEVEL_OVERLAP, MAX_PROPOSALS)
         return scores[chosen][kept], boxes[kept], offsets[chosen][kept]
@@ -114,7 +131,7 @@ class MtcnnDetector(Detector):
         boxes = _shifted(boxes, offsets)
         chosen = scores >= self._threshold
         boxes, scores, landmarks = boxes[chosen], scores[chosen], landmarks[chosen]
-        kept = _apart(boxes, scores, self._overlap)
+        kept = _apart(boxes, scores)
         return scores[kept], boxes[kept], landmarks[kept]
 
 
@@ -200,7 +217,7 @@ def _best(boxes: Tensor, scores: Tensor, overlap: float, most: int) -> Tensor:
     return order[nms(boxes[order], scores[order], overlap)][:most]
 
 
-def _apart(boxes: Tensor, scores: Tensor, overlap: float) -> Tensor:
+def _apart(boxes: Tensor, scores: Tensor) -> Tensor:
     """As :func:`_best`, where an overlap is the share of the smaller box: a face within a face goes as well."""
     areas = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(dim=1)
     left = torch.argsort(scores, descending=True, stable=True)
@@ -210,7 +227,7 @@ def _apart(boxes: Tensor, scores: Tensor, overlap: float) -> Tensor:
         kept.append(first)
         corners = torch.maximum(boxes[first, :2], boxes[left, :2]), torch.minimum(boxes[first, 2:], boxes[left, 2:])
         common = (corners[1] - corners[0]).clamp(min=0).prod(dim=1)
-        left = left[common <= overlap * torch.minimum(areas[first], areas[left])]
+        left = left[common <= OVERLAP * torch.minimum(areas[first], areas[left])]
     return torch.stack(kept) if kept else left
 
 
@@ -224,3 +241,69 @@ def _square(boxes: Tensor) -> Tensor:
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
     half = (boxes[:, 2:] - boxes[:, :2]).amax(dim=1, keepdim=True) / 2
     return torch.cat([centre - half, centre + half], dim=1)
+
+
+def weights_files() -> list[Path]:
+    """The installed files of the three networks.
+
+    Raises:
+        UsageError: the extra is not installed.
+    """
+    try:
+        folder = Path(str(metadata.distribution("mtcnn").locate_file("mtcnn/assets/weights")))
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"the detector mtcnn needs the package mtcnn: {INSTALL}") from None
+    return [folder / f"{name}.lz4" for name in DIGESTS]
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Fill ``network``, whose parameters are in the file's order, with the arrays of ``path``.
+
+    Raises:
+        UsageError: the extra is not installed.
+        DataError: the file is missing, or another than that of mtcnn 1.0.
+    """
+    parameters = list(network.parameters())
+    arrays = _arrays(path, [_keras_shape(parameter) for parameter in parameters])
+    with torch.no_grad():
+        for parameter, array in zip(parameters, arrays, strict=True):
+            values = torch.from_numpy(array)
+            if parameter.dim() > 1:  # (height, width, in, out) -> (out, in, height, width); (in, out) -> (out, in)
+                values = values.permute(3, 2, 0, 1) if parameter.dim() == 4 else values.T
+            parameter.copy_(values.reshape(parameter.shape))
+
+
+def _keras_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    return (*shape[2:], shape[1], shape[0]) if len(shape) > 1 else shape
+
+
+def _arrays(path: Path, shapes: Sequence[tuple[int, ...]]) -> list[Float32]:
+    """The arrays of ``path``: one of each shape, in this order."""
+    stream = io.BytesIO(_decompressed(path))
+    found: list[Float32] = []
+    previous = ""
+    for opcode, _, _ in pickletools.genops(stream):
+        # An array's description ends with a dictionary that builds it; padding and the numbers follow.
+        if (previous, opcode.name) == ("SETITEMS", "BUILD"):
+            stream.read(stream.read(1)[0])
+            shape = shapes[len(found)]
+            numbers = np.frombuffer(stream.read(4 * math.prod(shape)), "<f4")
+            found.append(numbers.reshape(shape).copy())
+        previous = opcode.name
+    return found
+
+
+def _decompressed(path: Path) -> bytes:
+    try:
+        import lz4.frame
+    except ImportError:
+        raise UsageError(f"the detector mtcnn needs the package lz4: {INSTALL}") from None
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}); install it again: {INSTALL}") from None
+    if hashlib.sha256(packed).hexdigest() != DIGESTS[path.stem]:
+        raise DataError(f"{path} does not hold the weights of mtcnn 1.0; install it again: {INSTALL}")
+    content: bytes = lz4.frame.decompress(packed)
+    return content

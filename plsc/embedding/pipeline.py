@@ -4,30 +4,47 @@ The model has its next batch before the embeddings of the last are used. An imag
 its row and ends nothing.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from plsc.data import ImageDataset
 from plsc.data.codec import resize_image
-from plsc.data.loader import begin_worker, report_killed_workers
+from plsc.data.loader import map_in_workers, report_killed_workers
+from plsc.embedding.columns import Array, Float32, Mask
 from plsc.embedding.embedder import Embedder, embed_images
-from plsc.embedding.preprocessing import picture_warnings
-from plsc.errors import PlscError
-from plsc.models.preprocessing import Preprocessing
+from plsc.embedding.preprocessing import picture_warnings, warning_summary
+from plsc.errors import DataError, PlscError
+from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing
+from plsc.parallel.collectives import all_gather_object, all_gather_rows
+from plsc.parallel.mesh import Mesh
+from plsc.progress import Progress, note
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
+Embed = Callable[[Tensor], Tensor]
 Decoded = tuple[Tensor | None, str, str]  # the image, or an error; a warning
+
+
+class ImageSource(Protocol):
+    """Images in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def picture(self, index: int) -> Tensor:
+        """Return image ``index`` as uint8 (3, H, W) in its stored size; :class:`DataError` names an unreadable one."""
+
+    def key(self, index: int) -> str:
+        """Return the readable id of image ``index``."""
 
 
 class Batch(NamedTuple):
@@ -41,7 +58,7 @@ class Batch(NamedTuple):
 class Embedded(NamedTuple):
     """Embeddings (B, D) float32 of a batch, with errors and warnings by position."""
 
-    rows: npt.NDArray[np.float32]
+    rows: Float32
     errors: dict[int, str]
     warnings: dict[int, str]
 
@@ -54,9 +71,7 @@ class StallTimes:
     model: float = 0.0
 
 
-def embedded_batches(
-    embed: Callable[[Tensor], Tensor], stream: Iterator[Any], stalls: StallTimes
-) -> Iterator[Embedded]:
+def embedded_batches(embed: Embed, stream: Iterator[Any], stalls: StallTimes) -> Iterator[Embedded]:
     """Embed a stream of batches, in order.
 
     Args:
@@ -108,49 +123,151 @@ def embed_dataset(
         DataError: a decoding process was killed.
     """
     rows = np.zeros((len(dataset), embedder.embedding_dim), dtype=np.float32)
+    loader = decode_loader(dataset, [(0, len(dataset))], embedder.preprocessing, batch_size=batch_size, workers=workers)
+    batches = embedded_batches(partial(embed_images, embedder, flip=flip), iter(loader), StallTimes())
+    return Embedded(rows, *fill_rows(rows, batches))
+
+
+def fill_rows(
+    rows: Array, batches: Iterator[Embedded], advance: Callable[[int], object] = lambda count: None
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Fill ``rows`` (N, D) with the next ``batches``, which end where they do; a row with an error is zero.
+
+    A row has one where its image is unreadable, or its embedding is not finite in the type of ``rows``.
+
+    Returns:
+        Errors and warnings by row; ``advance`` gets the number of rows of each batch.
+    """
     errors: dict[int, str] = {}
     warnings: dict[int, str] = {}
-    loader = decode_loader(
-        dataset,
-        [(0, len(dataset))],
-        preprocessing=embedder.preprocessing,
-        batch_size=batch_size,
-        workers=workers,
-        pin=False,
-    )
     row = 0
-    for batch in embedded_batches(partial(embed_images, embedder, flip=flip), iter(loader), StallTimes()):
-        stored, bad = usable_rows(batch.rows, batch.errors, rows.dtype)
+    while row < len(rows):
+        batch = next(batches)
+        with np.errstate(over="ignore"):
+            stored = batch.rows.astype(rows.dtype)
+        broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
+        bad = {int(place): f"the model's embedding is not finite in {rows.dtype}" for place in broken} | batch.errors
+        stored[list(bad)] = 0
         rows[row : row + len(stored)] = stored
-        errors |= {row + position: text for position, text in bad.items()}
-        warnings |= {row + position: text for position, text in batch.warnings.items()}
+        errors |= {row + place: text for place, text in bad.items()}
+        warnings |= {row + place: text for place, text in batch.warnings.items()}
         row += len(stored)
-    return Embedded(rows, errors, warnings)
+        advance(len(stored))
+    return errors, warnings
 
 
-def usable_rows(
-    vectors: npt.NDArray[np.float32], unreadable: dict[int, str], dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], dict[int, str]]:
-    """A batch's ``vectors`` in the stored dtype, and {position: error}: zero rows where there is an error.
+@dataclass(frozen=True)
+class EmbeddedImages:
+    """Embeddings ``rows`` float32 (N, D), not normalised; rows where ``readable`` (N,) is False are meaningless."""
 
-    A row has one where its image is ``unreadable``, or its embedding is not finite in that dtype.
+    rows: Float32
+    readable: Mask
+
+
+def embed_on_ranks(
+    embed: Embed,
+    images: ImageSource,
+    name: str,
+    *,
+    image_size: ImageSize,
+    interpolation: str = BILINEAR,
+    mesh: Mesh,
+    batch_size: int,
+    flip: bool = True,
+    quiet: bool = False,
+) -> EmbeddedImages:
+    """Embed every image; every rank gets all rows.
+
+    Batches are the same for any number of ranks and each rank embeds whole ones, so the result does not depend on the
+    number of ranks. Unreadable images are reported by name, and pictures that do not look like aligned crops by their
+    number, unless ``quiet``.
+
+    Args:
+        embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) on any device.
+        images: the images to embed.
+        name: the set's name, in messages.
+        image_size: the side of squares in pixels, or (height, width).
+        interpolation: by which pictures are resized to it.
+        mesh: the ranks that share the work; all must call.
+        batch_size: images per call of ``embed``.
+        flip: add the embedding of each image's mirror image.
+        quiet: print no progress.
+
+    Raises:
+        DataError: more than 1% of the images (and more than ten) cannot be read, or an embedding is not finite.
     """
-    with np.errstate(over="ignore"):
-        stored = vectors.astype(dtype)
-    broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
-    errors = {int(row): f"the model's embedding is not finite in {dtype}" for row in broken} | unreadable
-    stored[list(errors)] = 0
-    return stored, errors
+    total = -(-len(images) // batch_size)
+    batches = range(mesh.rank * total // mesh.world_size, (mesh.rank + 1) * total // mesh.world_size)
+    ranges = [range(batch * batch_size, min((batch + 1) * batch_size, len(images))) for batch in batches]
+    progress = Progress(f"embedding {name}", len(images), quiet=quiet or not mesh.is_main)
+    parts: list[Tensor] = []
+    errors: dict[int, str] = {}
+    warnings: dict[int, str] = {}
+    decoded = _decoded_ahead(images, ranges, Preprocessing(image_size, interpolation=interpolation))
+    for rows_of, batch in zip(ranges, decoded, strict=True):
+        with torch.no_grad():
+            part = embed(batch.images).float()
+            parts.append((part + embed(batch.images.flip(-1)).float() if flip else part).to(mesh.device))
+        errors |= {rows_of[place]: text for place, text in batch.errors.items()}
+        warnings |= {rows_of[place]: text for place, text in batch.warnings.items()}
+        # This rank's progress is taken for that of all: their shares differ by one batch at most.
+        progress.advance(min(len(rows_of) * mesh.world_size, len(images) - progress.count))
+    dim = max(all_gather_object(parts[0].shape[1] if parts else 0, mesh))  # a rank without a batch has it from others
+    rows = all_gather_rows(torch.cat([*parts, torch.empty(0, dim, device=mesh.device)]), mesh).cpu().numpy()
+    progress.advance(len(images) - progress.count)
+    progress.finish()
+    if (all_warnings := _gathered(warnings, mesh)) and mesh.is_main and not quiet:
+        first, message = all_warnings[0]
+        note(warning_summary(len(all_warnings), len(images), images.key(first), message))
+    readable = _readable(_gathered(errors, mesh), name, len(images), mesh)
+    bad = np.flatnonzero(readable & ~np.isfinite(rows).all(axis=1))
+    if bad.size:
+        raise DataError(
+            f"{name}: {bad.size} embeddings are not finite, the first that of {images.key(int(bad[0]))}; "
+            "the model has diverged, or its precision overflows"
+        )
+    return EmbeddedImages(rows, readable)
+
+
+def _gathered(texts: dict[int, str], mesh: Mesh) -> list[tuple[int, str]]:
+    """The texts of all ranks, in the order of the images."""
+    return sorted(item for part in all_gather_object(list(texts.items()), mesh) for item in part)
+
+
+def _decoded_ahead(images: ImageSource, ranges: Sequence[range], preprocessing: Preprocessing) -> Iterator["Batch"]:
+    """Decode batches of images, by threads one batch ahead."""
+    decoder = _Decoder(images, preprocessing)
+    threads = max(min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 1)
+    ahead: deque[list[Future[Decoded]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for indices in (*ranges, range(0)):
+            ahead.append([pool.submit(decoder.decoded, index) for index in indices])
+            if len(ahead) > 1:
+                yield decoder.batch([image.result() for image in ahead.popleft()])
+
+
+def _readable(unreadable: list[tuple[int, str]], name: str, total: int, mesh: Mesh) -> Mask:
+    """Warn of unreadable images by name, or raise if there are many; return the mask of the readable ones."""
+    if len(unreadable) > max(10, total // 100) or len(unreadable) == total:
+        raise DataError(
+            f"{name}: {len(unreadable)} of {total} images cannot be read, the first: {unreadable[0][1]}; repair the set"
+        )
+    if mesh.is_main:
+        for _, message in unreadable:
+            note(f"warning: {name}: an image is left out: {message}")
+    readable = np.ones(total, dtype=bool)
+    readable[[index for index, _ in unreadable]] = False
+    return readable
 
 
 def decode_loader(
     dataset: ImageDataset,
     ranges: Sequence[tuple[int, int]],
-    *,
     preprocessing: Preprocessing,
+    *,
     batch_size: int,
     workers: int,
-    pin: bool,
+    pin: bool = False,
 ) -> DataLoader[Any]:
     """Decode the rows [start, stop) of each of ``ranges``, in batches that never cross a range's end.
 
@@ -166,58 +283,39 @@ def decode_loader(
         A loader of :class:`Batch`; an image with an error is black. Warnings are the first of
         :func:`plsc.embedding.preprocessing.picture_warnings`.
     """
-    return DataLoader(
-        _Decoder(dataset, preprocessing),
-        batch_sampler=_Batches(ranges, batch_size),
-        num_workers=workers,
-        collate_fn=_Collate(preprocessing.shape),
-        pin_memory=pin,
-        worker_init_fn=begin_worker,
-    )
+    requests = [
+        range(start, min(start + batch_size, stop))
+        for first, stop in ranges
+        for start in range(first, stop, batch_size)
+    ]
+    return map_in_workers(_Decoder(dataset, preprocessing), requests, workers, pin_memory=pin)
 
 
-class _Decoder(Dataset[Decoded]):
-    """Item i is (image, "", warning) or (None, error, ""): an exception would end the worker."""
+class _Decoder(Dataset[Batch]):
+    """Maps rows to their batch; an error of an image is a value: an exception would end the worker."""
 
-    def __init__(self, dataset: ImageDataset, preprocessing: Preprocessing) -> None:
-        self.dataset, self.size, self.interpolation = dataset, preprocessing.image_size, preprocessing.interpolation
+    def __init__(self, dataset: ImageSource, preprocessing: Preprocessing) -> None:
+        self.dataset, self.preprocessing = dataset, preprocessing
 
-    def __getitem__(self, index: int) -> Decoded:
+    def __getitem__(self, rows: range) -> Batch:
+        return self.batch([self.decoded(row) for row in rows])
+
+    def decoded(self, index: int) -> Decoded:
+        """An image is (image, "", warning) or (None, error, "")."""
         try:
             picture = self.dataset.picture(index)
         except (PlscError, OSError) as error:
             return None, " ".join(str(error).split()), ""
-        warnings = picture_warnings(picture, self.size)
-        resized = resize_image(picture, self.size, self.interpolation)
+        warnings = picture_warnings(picture, self.preprocessing.image_size)
+        resized = resize_image(picture, self.preprocessing.image_size, self.preprocessing.interpolation)
         return resized, "", warnings[0].message if warnings else ""
 
-
-class _Batches(Sampler[list[int]]):
-    """Batches of consecutive rows within the ranges; independent of which rank reads which range."""
-
-    def __init__(self, ranges: Sequence[tuple[int, int]], batch_size: int) -> None:
-        self._ranges, self._size = ranges, batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-(stop - start) // self._size) for start, stop in self._ranges)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start, stop in self._ranges:
-            for first in range(start, stop, self._size):
-                yield list(range(first, min(first + self._size, stop)))
-
-
-@dataclass
-class _Collate:
-    """Stacks decoded items into a batch, black where an image is missing."""
-
-    shape: tuple[int, int, int]
-
-    def __call__(self, items: list[Decoded]) -> Batch:
-        images = torch.zeros(len(items), *self.shape, dtype=torch.uint8)
-        errors = {position: error for position, (image, error, _) in enumerate(items) if image is None}
-        warnings = {position: warning for position, (_, _, warning) in enumerate(items) if warning}
-        for position, (image, _, _) in enumerate(items):
+    def batch(self, items: list[Decoded]) -> Batch:
+        """Stack decoded images, black where one is missing."""
+        images = torch.zeros(len(items), *self.preprocessing.shape, dtype=torch.uint8)
+        errors = {place: error for place, (image, error, _) in enumerate(items) if image is None}
+        warnings = {place: warning for place, (_, _, warning) in enumerate(items) if warning}
+        for place, (image, _, _) in enumerate(items):
             if image is not None:
-                images[position] = image
+                images[place] = image
         return Batch(images, errors, warnings)

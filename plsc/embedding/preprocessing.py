@@ -6,12 +6,14 @@ stands for both, and every embedding set, index and gallery carries it.
 
 import hashlib
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.errors import DataError
 from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing, height_and_width
 from plsc.progress import counted
 
@@ -84,6 +86,28 @@ def contract_id(preprocessing: Preprocessing, weights_digest: str) -> str:
     resizing = "" if interpolation == BILINEAR else f" {interpolation}"  # so that earlier models keep their ids
     text = f"RGB {size} {preprocessing.mean} {preprocessing.std}{resizing} {weights_digest}"
     return hashlib.sha256(text.encode()).hexdigest()[:CONTRACT_DIGITS]
+
+
+def stated_contract(
+    path: Path, stated: Mapping[str, Any], format_name: str, fingerprint: str, preprocessing: Preprocessing
+) -> str:
+    """The id that the export wrote into the file, if its graph is still the one that it was written for; else its own.
+
+    Args:
+        path: the file.
+        stated: its metadata.
+        format_name: of our exports.
+        fingerprint: of its graph and weights.
+        preprocessing: of its images.
+
+    Raises:
+        DataError: the export wrote none.
+    """
+    if stated.get("format") == format_name and stated.get("fingerprint") == fingerprint:
+        if "contract_id" not in stated:
+            raise DataError(f"{path} has incomplete metadata: it has no contract_id; export it again")
+        return str(stated["contract_id"])
+    return contract_id(preprocessing, fingerprint)
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:

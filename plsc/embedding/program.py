@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.embedding.preprocessing import contract_id
-from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, trial_fault
+from plsc.embedding.preprocessing import stated_contract
+from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.torch_files import archive_names
@@ -91,16 +91,18 @@ def open_program(path: Path, device: torch.device, *, own: bool = False) -> tupl
     content = _inspected(path, path.read_bytes() if own else read_signed(path, MODEL))
     contract, preprocessing = _contract(path, content)
     batches = GPU_BATCHES if device.type == "cuda" else CPU_BATCHES
-    if not own and not is_asked_for():
-        _try(path, content, tuple((batch, *preprocessing.shape) for batch in batches))
+    trusted = own or is_asked_for()
+    if not trusted:
+        shapes = tuple((batch, *preprocessing.shape) for batch in batches)
+        require_trial(path, "program", content.getvalue(), Inputs("", "float32", shapes))
     try:
         module = _loaded(content, device)
-        embedding_dim = _embedding_dim(module, preprocessing, device)
+        with torch.inference_mode():
+            embedding_dim = module(torch.zeros(1, *preprocessing.shape, device=device)).flatten(1).shape[1]
     except Exception as error:  # torch's reader of foreign bytes raises anything
         raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
-    if not own and not is_asked_for():
-        module = _InPieces(module, batches)
-    return module, preprocessing, embedding_dim, _contract_id(path, contract, _fingerprint(content), preprocessing)
+    contract_id = stated_contract(path, contract, FORMAT, _fingerprint(content), preprocessing)
+    return module if trusted else _InPieces(module, batches), preprocessing, embedding_dim, contract_id
 
 
 class _InPieces(nn.Module):
@@ -124,13 +126,6 @@ def _contract(path: Path, content: io.BytesIO) -> tuple[dict[str, Any], Preproce
         raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
 
 
-def _try(path: Path, content: io.BytesIO, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Load and run the program in a process of its own: :class:`DataError` where it takes too much memory or time."""
-    fault = trial_fault("program", content.getvalue(), Inputs("", "float32", shapes))
-    if fault is not None:
-        raise DataError(f"{path} is refused: it {fault}; use another copy")
-
-
 def _loaded(content: io.BytesIO, device: torch.device) -> nn.Module:
     from torch.export.passes import move_to_device_pass
 
@@ -141,19 +136,6 @@ def _loaded(content: io.BytesIO, device: torch.device) -> nn.Module:
         if device.type != "cpu":
             program = move_to_device_pass(program, device)
         return program.module()
-
-
-def _embedding_dim(module: nn.Module, preprocessing: Preprocessing, device: torch.device) -> int:
-    with torch.inference_mode():
-        return int(module(torch.zeros(1, *preprocessing.shape, device=device)).flatten(1).shape[1])
-
-
-def _contract_id(path: Path, contract: dict[str, Any], fingerprint: str, preprocessing: Preprocessing) -> str:
-    if contract.get("format") == FORMAT and contract.get("fingerprint") == fingerprint:
-        if "contract_id" not in contract:
-            raise DataError(f"{path} is incomplete: its {CONTRACT_FILE} has no contract_id; export it again")
-        return str(contract["contract_id"])
-    return contract_id(preprocessing, fingerprint)
 
 
 def _fingerprint(file: io.BytesIO) -> str:
@@ -198,15 +180,11 @@ def _member_dangers(name: str, content: bytes) -> Iterator[str]:
     if name.startswith("data/sample_inputs/") and content:
         yield "it holds pickled example inputs"
     if name.startswith(("data/constants/", "data/weights/")) and name.endswith(".json"):
-        yield from _payload_dangers(json.loads(content))
+        for key, payload in json.loads(content)["config"].items():
+            if payload["use_pickle"] is not False or not payload["path_name"].startswith(("weight_", "tensor_")):
+                yield f"it holds {key} pickled"
     if name.startswith("models/"):
         yield from _graph_dangers(json.loads(content))
-
-
-def _payload_dangers(config: Any) -> Iterator[str]:
-    for key, payload in config["config"].items():
-        if payload["use_pickle"] is not False or not payload["path_name"].startswith(("weight_", "tensor_")):
-            yield f"it holds {key} pickled"
 
 
 def _graph_dangers(value: Any) -> Iterator[str]:
@@ -217,20 +195,16 @@ def _graph_dangers(value: Any) -> Iterator[str]:
         for item in value:
             yield from _graph_dangers(item)
     elif isinstance(value, dict):
-        yield from _call_dangers(value)
+        if value.get("guards_code"):
+            yield "it holds Python code"
+        if "target" in value and "inputs" in value and not _OPERATORS.fullmatch(str(value["target"])):
+            yield f"it calls {str(value['target'])[:80]}"
+        if "expr_str" in value and not _is_arithmetic(str(value["expr_str"])):
+            yield f"it evaluates {str(value['expr_str'])[:80]!r}"
         for key, item in value.items():
             if key not in _INERT:
                 yield from _graph_dangers(key)
                 yield from _graph_dangers(item)
-
-
-def _call_dangers(value: dict[str, Any]) -> Iterator[str]:
-    if value.get("guards_code"):
-        yield "it holds Python code"
-    if "target" in value and "inputs" in value and not _OPERATORS.fullmatch(str(value["target"])):
-        yield f"it calls {str(value['target'])[:80]}"
-    if "expr_str" in value and not _is_arithmetic(str(value["expr_str"])):
-        yield f"it evaluates {str(value['expr_str'])[:80]!r}"
 
 
 def _is_arithmetic(expression: str) -> bool:

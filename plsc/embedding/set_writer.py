@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plsc import files
 from plsc.embedding.columns import save_array, save_strings, string_files
 from plsc.embedding.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import (
-    Manifest,
-    atomic_replace_dir,
-    describe_files,
-    digest,
-    make_folder,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
 
 DTYPES = ("float32", "float16")
 SETTING_NAMES = {
@@ -75,7 +66,7 @@ class SetWriter:
         if settings["dtype"] not in DTYPES:
             raise UsageError(f"no dtype {settings['dtype']!r} for embeddings; it is one of {', '.join(DTYPES)}")
         self.folder, self.settings, self.origin = folder, dict(settings), dict(origin or {})
-        self._settings_digest = digest(self.settings)
+        self._settings_digest = files.digest(self.settings)
 
     @property
     def shard_count(self) -> int:
@@ -97,37 +88,34 @@ class SetWriter:
         Raises:
             UsageError: the folder cannot be written, or holds something else or a set of other settings.
         """
-        make_folder(self.folder)
+        files.make_folder(self.folder)
         if all(path.name.startswith(".") for path in self.folder.iterdir()):  # empty, or left by an early kill
             self._clear_leftovers()
             self._write(complete=False)
             return False
         try:
-            found = read_manifest(self.folder, FORMAT, VERSION)
+            found = files.read_manifest(self.folder, FORMAT, VERSION)
         except DataError:
             raise UsageError(f"{self.folder} is not empty and holds no embedding set; name another folder") from None
-        if restart and any(found.get(name) != value for name, value in self.settings.items()):
-            empty_folder(self.folder)
+        other = next((name for name, wanted in self.settings.items() if found.get(name) != wanted), None)
+        if other is not None and not restart:
+            raise UsageError(
+                f"{self.folder} was begun with {SETTING_NAMES.get(other, other)} {found.get(other)}, "
+                f"and now it is {self.settings[other]}; name another folder, or give --overwrite to start anew"
+            )
+        if other is not None:
+            _remove(self.folder.iterdir())  # the folder stays, with its lock
             self._write(complete=False)
             return False
-        self._refuse_other_settings(found)
         self._clear_leftovers()
         return bool(found["complete"])
-
-    def _refuse_other_settings(self, found: Manifest) -> None:
-        for name, wanted in self.settings.items():
-            if found.get(name) != wanted:
-                raise UsageError(
-                    f"{self.folder} was begun with {SETTING_NAMES.get(name, name)} {found.get(name)}, "
-                    f"and now it is {wanted}; name another folder, or give --overwrite to start anew"
-                )
 
     def is_published(self, number: int) -> bool:
         """True if shard ``number`` is there, whole and of these settings. Reads and hashes it."""
         folder = self.folder / shard_name(number)
         try:
-            manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
-            verify_files(folder, manifest["files"])
+            manifest = files.read_manifest(folder, SHARD_FORMAT, VERSION)
+            files.verify_files(folder, manifest["files"])
         except (DataError, IntegrityError):
             return False
         return bool(manifest["set"] == self._settings_digest)
@@ -143,7 +131,7 @@ class SetWriter:
         save_strings(tmp_path, "keys", rows.keys)
         lines = [json.dumps({"row": row, "error": text}) + "\n" for row, text in sorted(rows.errors.items())]
         (tmp_path / "errors.jsonl").write_text("".join(lines), encoding="utf-8")
-        write_manifest(
+        files.write_manifest(
             tmp_path,
             {
                 "format": SHARD_FORMAT,
@@ -152,10 +140,10 @@ class SetWriter:
                 "start": rows.start,
                 "rows": len(rows.ids),
                 "errors": len(rows.errors),
-                "files": describe_files(tmp_path, list(SHARD_FILES)),
+                "files": files.describe_files(tmp_path, list(SHARD_FILES)),
             },
         )
-        atomic_replace_dir(tmp_path, self.folder / shard_name(number))
+        files.atomic_replace_dir(tmp_path, self.folder / shard_name(number))
 
     def finish(self, class_names: Sequence[str]) -> EmbeddingSet:
         """Write the class names and the final manifest; :class:`DataError` if a shard is missing."""
@@ -163,37 +151,31 @@ class SetWriter:
         shards = []
         for number in range(self.shard_count):
             folder = self.folder / shard_name(number)
-            manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
+            manifest = files.read_manifest(folder, SHARD_FORMAT, VERSION)
             shards.append({"name": folder.name, **{k: manifest[k] for k in ("start", "rows", "errors", "files")}})
         self._write(
             complete=True,
             errors=sum(shard["errors"] for shard in shards),
             classes=len(class_names),
-            files=describe_files(self.folder, string_files("class_names")),
+            files=files.describe_files(self.folder, string_files("class_names")),
             shards=shards,
         )
         return EmbeddingSet(self.folder, own=True)
 
     def _write(self, *, complete: bool, **more: Any) -> None:
-        head: Manifest = {"format": FORMAT, "version": VERSION, "complete": complete, "normalized": False}
-        write_manifest(self.folder, {**head, **self.settings, **self.origin, **more})
+        head: files.Manifest = {"format": FORMAT, "version": VERSION, "complete": complete, "normalized": False}
+        files.write_manifest(self.folder, {**head, **self.settings, **self.origin, **more})
 
     def _clear_leftovers(self) -> None:
-        for path in (*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")):
-            _remove(path)
+        _remove([*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")])
 
 
-def empty_folder(folder: Path) -> None:
-    """Remove everything in ``folder``, which stays, with its lock."""
-    for path in folder.iterdir():
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextmanager
@@ -203,7 +185,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     The lock is on the folder itself, not on a file in it: nothing is left behind in a finished set, and the system
     releases it even after kill -9.
     """
-    make_folder(folder)
+    files.make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,8 +237,7 @@ def write_embedding_set(
     if len(np.unique(ids)) != count:
         raise UsageError("the ids are not unique")
     writer = SetWriter(
-        Path(folder),
-        {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows},
+        Path(folder), {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows}
     )
     with sole_writer(writer.folder):
         writer.begin()

@@ -6,7 +6,7 @@ limit. So a model is first tried in a process of its own, whose limits grow with
 one that stays below them is loaded into this one.
 
 That holds for every later run, because no run differs from those that were tried. No size in the model depends on the
-pictures' values, as :mod:`plsc.embedding.onnx_sizes` proves of an ONNX graph, and as the trial of a program looks at
+pictures' values, as :mod:`plsc.embedding.onnx_model` proves of an ONNX graph, and as the trial of a program looks at
 every operation for. And a model is run with batches of the sizes that were tried alone (:func:`pieces`).
 
 The process of an ONNX model is this file, run as a script: it needs numpy and onnxruntime alone. That of a program is a
@@ -15,6 +15,7 @@ fork of the caller's, which has imported torch already: a new one would take fou
 
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,19 +65,28 @@ def pieces(count: int, batches: Sequence[int]) -> list[int]:
     return found
 
 
-def trial_fault(kind: str, content: bytes, inputs: Inputs) -> str | None:
+def require_trial(path: Path, kind: str, content: bytes, inputs: Inputs) -> None:
     """Load a model and run it in a process of its own: on each shape on noise, and on the smallest on zeros.
 
     Args:
+        path: for the message.
         kind: "onnx", or "program", of which :mod:`plsc.embedding.program` made sure that it runs no code.
         content: of the file, which holds all weights.
         inputs: what it is run on.
 
-    Returns:
-        What the model takes too much of, or that it has sizes that no trial could tell, in words; None where it keeps
-        to its limits, whether it runs or not.
+    Raises:
+        DataError: it takes too much memory or time, or has sizes that no trial could tell. Where it keeps to its
+            limits, whether it runs or not, nothing is said.
     """
-    largest = max(_numbers(shape) for shape in inputs.shapes)
+    from plsc.errors import DataError  # here: the trial itself, this file as a script, has numpy and onnxruntime alone
+
+    fault = _trial_fault(kind, content, inputs)
+    if fault is not None:
+        raise DataError(f"{path} is refused: it {fault}; use another copy")
+
+
+def _trial_fault(kind: str, content: bytes, inputs: Inputs) -> str | None:
+    largest = max(map(math.prod, inputs.shapes))
     if largest > LARGEST_INPUT:
         return f"takes inputs of {largest:,} numbers"
     memory = MEMORY + MEMORY_PER_BYTE * len(content) + MEMORY_PER_NUMBER * largest
@@ -148,13 +158,6 @@ def _be_trial(task: dict[str, Any], content: bytes, writing: int) -> NoReturn:
         os._exit(code)
 
 
-def _numbers(shape: Sequence[int]) -> int:
-    product = 1
-    for side in shape:
-        product *= side
-    return product
-
-
 # --- in the process of the trial ---
 
 
@@ -203,28 +206,27 @@ def _has_data_sizes(function: Any, arguments: Any) -> bool:
 
 
 def _attempt(kind: str, content: bytes, inputs: Inputs) -> str | None:
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    fault = None
     try:
         run = {"onnx": _onnx_runner, "program": _program_runner}[kind](content, inputs)
-        for shape in inputs.shapes:
-            noise = random.random(shape, dtype=np.float32) * (255 if inputs.dtype == "uint8" else 2)
-            fault = fault or _run_fault(run, noise.astype(inputs.dtype))
-        zeros = np.zeros(min(inputs.shapes, key=_numbers), dtype=inputs.dtype)
-        fault = fault or _run_fault(run, zeros)
-    except Exception as error:
-        fault = _fault(error)
-    return fault
-
-
-def _run_fault(run: Any, values: Any) -> str | None:
-    try:
-        run(values)
+        for values in _batches(inputs):
+            try:
+                run(values)
+            except Exception as error:
+                if (fault := _fault(error)) is not None:
+                    return fault
     except Exception as error:
         return _fault(error)
     return None
+
+
+def _batches(inputs: Inputs) -> Iterator[Any]:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    for shape in inputs.shapes:
+        noise = random.random(shape, dtype=np.float32) * (255 if inputs.dtype == "uint8" else 2)
+        yield noise.astype(inputs.dtype)
+    yield np.zeros(min(inputs.shapes, key=math.prod), dtype=inputs.dtype)
 
 
 def _fault(error: Exception) -> str | None:

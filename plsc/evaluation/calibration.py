@@ -13,7 +13,7 @@ are fewer than ten independent cases: use more people before relying on the last
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,34 +154,17 @@ def read_calibration(path: str | Path) -> Calibration:
 
 def _parsed(path: str | Path, content: dict[str, Any]) -> Calibration:
     """Check the types of the fields, which a matching digest does not guarantee."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        return Calibration(
-            contract_id=_as(str, content["contract_id"]),
-            model=_as(str, content["model"]),
-            sets=tuple(_as(str, name) for name in _as(list, content["sets"])),
-            images=_as(int, content["images"]),
-            impostor_pairs=_as(int, content["impostor_pairs"]),
-            genuine_pairs=_as(int, content["genuine_pairs"]),
-            points=_points(content["points"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(f"{path} holds no sound calibration ({error}); make it again with plsc eval") from None
-
-
-def _points(values: Sequence[Mapping[str, Any]]) -> tuple[OperatingPoint, ...]:
-    points = tuple(
-        OperatingPoint(
-            float(value["fmr"]), float(value["threshold"]), float(value["tmr"]), _as(int, value["impostors"])
-        )
-        for value in values
-    )
-    rates = [point.fmr for point in points]
+        calibration = TypeAdapter(Calibration).validate_json(json.dumps(content), strict=True)
+        reason = ""
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    rates = [] if reason else [point.fmr for point in calibration.points]
     if not rates or rates != sorted(rates, reverse=True):
-        raise ValueError("its rates do not fall")
-    return points
-
-
-def _as(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
+        raise IntegrityError(
+            f"{path} holds no sound calibration ({reason or 'its rates do not fall'}); make it again with plsc eval"
+        )
+    return calibration

@@ -5,41 +5,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch.nn.functional import adaptive_avg_pool2d
 
 from plsc.data import decode_image, open_dataset, read_pairs
-from plsc.data.codec import resize_image
+from plsc.embedding.columns import Int64, Mask
+from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
 from plsc.errors import DataError
-from plsc.evaluation.embedding import Embed, EmbeddedImages, ImageSource, embed_images
-from plsc.evaluation.gallery import identification
-from plsc.evaluation.pairs import (
-    all_pairs_roc,
-    roc_summary,
-    sample_identities,
-    sample_pairs,
-    squared_distances,
-    ten_folds,
-    unit_rows_float32,
-    verification,
-)
-from plsc.evaluation.retrieval import no_retrieval, retrieval
-from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
+from plsc.evaluation.pairs import squared_distances, ten_folds, unit_rows_float32
+from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_from_scores, roc_summary, sample_identities
+from plsc.evaluation.search import identification, no_retrieval, retrieval
 from plsc.models.preprocessing import BILINEAR, ImageSize
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
-T = TypeVar("T")
 
-
+@dataclass(frozen=True)
 class PairImages:
-    """The encoded images (2N) of a .bin set, decoded when read and resized to ``image_size``."""
+    """The encoded images (2N) of a .bin set, decoded when read."""
 
-    def __init__(self, source: str, encoded: Sequence[bytes], image_size: ImageSize) -> None:
-        self.source, self.encoded, self.image_size = source, encoded, image_size
+    source: str
+    encoded: Sequence[bytes]
 
     def __len__(self) -> int:
         return len(self.encoded)
@@ -47,10 +36,6 @@ class PairImages:
     def picture(self, index: int) -> torch.Tensor:
         """Return image ``index`` as uint8 (3, H, W) in its stored size."""
         return decode_image(self.encoded[index], f"{self.key(index)} of {self.source}")
-
-    def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` as uint8 (3, S, S)."""
-        return resize_image(self.picture(index), self.image_size)
 
     def key(self, index: int) -> str:
         """Return ``image 7 (pair 3)``."""
@@ -63,8 +48,8 @@ class EvaluationSet:
 
     name: str
     images: ImageSource
-    is_same: NDArray[np.bool_] | None = None
-    labels: NDArray[np.int64] | None = None
+    is_same: Mask | None = None
+    labels: Int64 | None = None
 
 
 def evaluate(
@@ -86,7 +71,7 @@ def evaluate(
     A .bin set is scored on its own pairs. Labelled images are scored for accuracy on pairs sampled by ``seed`` (all
     same pairs up to 6,000, and as many different ones); for ``auc``, ``eer`` and ``tar@far`` on all pairs of all images
     (of whole identities sampled by ``seed`` if there are more than 10^8); by :func:`plsc.evaluation.identification`;
-    and by :func:`plsc.evaluation.retrieval.retrieval`.
+    and by :func:`plsc.evaluation.search.retrieval`.
 
     Args:
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
@@ -117,7 +102,7 @@ def evaluate(
     names = set_names([data.name if isinstance(data, EvaluationSet) else data for data in sets])
     for source, name in zip(sets, names, strict=True):
         data = source if isinstance(source, EvaluationSet) else open_set(source, name, image_size)
-        embedded = embed_images(
+        embedded = embed_on_ranks(
             embed,
             data.images,
             name,
@@ -137,47 +122,27 @@ def evaluate(
 
 def _score(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, exact: list[Roc]) -> dict[str, Any]:
     """Compute the set's results; append its exact ROC to ``exact``."""
-    counts = {"images": len(data.images), "unreadable": int(np.sum(~embedded.readable))}
+    readable = embedded.readable
+    searched: dict[str, Any]
     if data.is_same is not None:
-        result, roc = _score_pairs(embedded, data.is_same)
+        complete = readable[0::2] & readable[1::2]
+        pairs, is_same = embedded.rows[np.repeat(complete, 2)], data.is_same[complete]
+        distances = squared_distances(pairs, is_same.size)
+        roc = roc_from_scores(1.0 - distances / 2.0, is_same)
+        searched = {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
     else:
         assert data.labels is not None
-        result, roc = _score_identities(embedded, data.labels, seed)
+        rows, labels = embedded.rows[readable], data.labels[readable]
+        first, second, is_same = sample_pairs(labels, seed)
+        distances = squared_distances(rows[np.stack([first, second], axis=1).reshape(-1)], is_same.size)
+        sample, unit = sample_identities(labels, seed), unit_rows_float32(rows)
+        roc = all_pairs_roc(unit[sample], labels[sample])
+        ranks = identification(rows, labels, seed=seed)
+        searched = {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
+        searched |= {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}
     exact.append(roc)
-    return result | counts | (plot_data(roc) if curves else {})
-
-
-def _score_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_]) -> tuple[dict[str, Any], Roc]:
-    complete = embedded.readable[0::2] & embedded.readable[1::2]
-    rows, truth = embedded.rows[np.repeat(complete, 2)], is_same[complete]
-    result = verification(rows, truth)
-    result |= {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
-    return result, roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth)
-
-
-def _score_identities(embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int) -> tuple[dict[str, Any], Roc]:
-    rows, labels = embedded.rows[embedded.readable], all_labels[embedded.readable]
-    first, second, is_same = sample_pairs(labels, seed)
-    pairs = np.stack([first, second], axis=1).reshape(-1)
-    sample = sample_identities(labels, seed)
-    unit = unit_rows_float32(rows)
-    roc = all_pairs_roc(unit[sample], labels[sample])
-    result = ten_folds(squared_distances(rows[pairs], is_same.size), is_same) | roc_summary(roc)
-    ranks = identification(rows, labels, seed=seed)
-    result |= {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
-    result |= {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}
-    return result, roc
-
-
-def plot_data(roc: Roc, bins: int = 200) -> dict[str, Any]:
-    """Return ``roc`` sampled for a logarithmic axis, and ``scores``: counts of same and different pairs by cosine."""
-    edges = np.linspace(-1.0, 1.0, bins + 1)
-    scores = np.clip(roc.thresholds, -1.0, 1.0)
-    histogram = {"edges": edges.tolist()}
-    for kind, accepted in (("same", roc.genuine), ("different", roc.impostors)):
-        counts = np.histogram(scores, edges, weights=np.diff(accepted, prepend=0))[0]
-        histogram[kind] = counts.astype(int).tolist()
-    return {"roc": sampled_curve(roc), "scores": histogram}
+    counts = {"images": len(data.images), "unreadable": int(np.sum(~readable))}
+    return ten_folds(distances, is_same) | roc_summary(roc) | searched | counts | (plot_data(roc) if curves else {})
 
 
 def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
@@ -192,7 +157,7 @@ def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
         is_same = np.asarray(pairs.is_same, dtype=bool)
         if len(pairs.images) != 2 * is_same.size or not is_same.size:
             raise DataError(f"{source} holds {len(pairs.images)} images for {is_same.size} pairs; each pair needs two")
-        return EvaluationSet(name, PairImages(source, pairs.images, image_size), is_same=is_same)
+        return EvaluationSet(name, PairImages(source, pairs.images), is_same=is_same)
     dataset = open_dataset(source, image_size=image_size)
     if not len(dataset):
         raise DataError(f"{source} holds no image")
@@ -217,3 +182,47 @@ def _short_name(source: str) -> str:
         return source
     path = Path(source)
     return (path.stem if path.suffix in (".bin", ".rec", ".txt", ".tsv", ".lst") else path.name) or source
+
+
+def sample_pairs(labels: Int64, seed: int, limit: int = 6000) -> tuple[Int64, Int64, Mask]:
+    """Sample as many same as different pairs, at most ``limit`` of each kind, without repeats.
+
+    Args:
+        labels: (N,).
+        seed: determines the sample.
+        limit: pairs of each kind; all the same pairs are taken if there are no more.
+
+    Returns:
+        The images' indices ``first`` (P,) and ``second`` (P,), and ``is_same`` (P,), alternately same and different, so
+        that every contiguous fold holds both kinds. P is 0 if one kind does not exist.
+    """
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    position = np.arange(len(labels), dtype=np.int64)
+    end = np.searchsorted(ordered, ordered, side="right").astype(np.int64)  # one past the image's own class
+    # In the order of labels, an image forms same pairs with the rest of its class, and different pairs with everything
+    # after its class. So each unordered pair occurs once and has a number, and numbers are sampled: no list of pairs.
+    same_count, different_count = end - position - 1, len(labels) - end
+    size = min(limit, int(same_count.sum()), int(different_count.sum()))
+    generator = np.random.default_rng(seed)
+    same = _sampled_pairs(generator, size, position + 1, same_count)
+    different = _sampled_pairs(generator, size, end, different_count)
+    first, second = order[np.stack([same, different], axis=2).reshape(2, -1)]
+    return first, second, np.tile([True, False], size)
+
+
+def _sampled_pairs(generator: np.random.Generator, size: int, begin: Int64, count: Int64) -> Int64:
+    """Sample ``size`` pairs (2, size), where image p is paired with images begin[p] … begin[p] + count[p] - 1."""
+    ends = np.cumsum(count)
+    numbers = generator.choice(int(count.sum()), size, replace=False)
+    first = np.searchsorted(ends, numbers, side="right")
+    return np.stack([first, begin[first] + numbers - (ends[first] - count[first])])
+
+
+def raw_pixels(images: torch.Tensor) -> torch.Tensor:
+    """Embed by pixels, without training: average to 32x32 and subtract the image's mean.
+
+    A baseline that a trained embedder has to beat. ``images`` uint8 (B, 3, H, W); returns float32 (B, 3072).
+    """
+    small = adaptive_avg_pool2d(images.float(), 32).flatten(1)
+    return small - small.mean(dim=1, keepdim=True)

@@ -1,23 +1,18 @@
 """Reports of :func:`plsc.evaluation.evaluate`: a table for the terminal, ROC curves, histograms of scores."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from plsc.errors import UsageError
 from plsc.evaluation.roc import FARS
+from plsc.evaluation.search import RECALLS
 from plsc.files import atomic_write
 from plsc.progress import printable
 
 _NONE = "–"
-_RETRIEVAL = {
-    "Recall@1, %": "recall@1",
-    "Recall@5, %": "recall@5",
-    "Recall@10, %": "recall@10",
-    "mAP@R, %": "map@r",
-    "R-precision, %": "r_precision",
-}
 
 
 def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -25,41 +20,39 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
     A row for which no set has a value is left out.
     """
-    rows = [[label, *(cell(result) for result in results.values())] for label, cell in _measures().items()]
-    return "\n".join(_aligned([["", *map(printable, results)], *(row for row in rows if set(row[1:]) != {_NONE})]))
+    columns = [["", *_LABELS], *([printable(name), *_cells(result)] for name, result in results.items())]
+    rows = [row for row in zip(*columns, strict=True) if set(row[1:]) != {_NONE}]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for label, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([label.ljust(widths[0]), *aligned]).rstrip())
+    return "\n".join(lines)
 
 
-def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
-    """Return the rows of the table, by label: functions that format a set's value. Shares are in percent."""
-    found = {label: partial(_retrieved, key) for label, key in _RETRIEVAL.items()}
-    rates = {f"TAR at FAR {far}, %": lambda result, far=far: percent(result["tar@far"][far]) for far in FARS}
-    return {
-        "images": lambda result: _count(result["images"]),
-        "identities": lambda result: _count(result["identities"]),
-        "accuracy, %": _accuracy,
-        "threshold, cosine": lambda result: _cosine(result["threshold_cosine"]),
-        "area under ROC, %": lambda result: percent(result["auc"]),
-        "equal error rate, %": lambda result: percent(result["eer"]),
-        **rates,
-        "from impostor pairs": lambda result: _count(result["impostor_pairs"]),
-        "rank-1, %": lambda result: percent(result["rank1"]),
-        "rank-5, %": lambda result: percent(result["rank5"]),
-        **found,
-    }
+_LABELS = (
+    *("images", "identities", "accuracy, %", "threshold, cosine", "area under ROC, %", "equal error rate, %"),
+    *(f"TAR at FAR {far}, %" for far in FARS),
+    *("from impostor pairs", "rank-1, %", "rank-5, %"),
+    *(f"Recall@{k}, %" for k in RECALLS),
+    *("mAP@R, %", "R-precision, %"),
+)
 
 
-def _retrieved(key: str, result: Mapping[str, Any]) -> str:
-    return percent(result["retrieval"][key])
-
-
-def _accuracy(result: Mapping[str, Any]) -> str:
-    if result["accuracy"] is None:
-        return percent(None)
-    return f"{percent(result['accuracy'])} ± {100 * result['accuracy_std']:.2f}"
-
-
-def _cosine(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.4f}"
+def _cells(result: Mapping[str, Any]) -> list[str]:
+    """Return the values of a set, in the order of the labels. Shares are in percent."""
+    accuracy, cosine, found = result["accuracy"], result["threshold_cosine"], result["retrieval"]
+    return [
+        *(_count(result[name]) for name in ("images", "identities")),
+        percent(accuracy) if accuracy is None else f"{percent(accuracy)} ± {100 * result['accuracy_std']:.2f}",
+        _NONE if cosine is None else f"{cosine:.4f}",
+        *(percent(result[name]) for name in ("auc", "eer")),
+        *(percent(result["tar@far"][far]) for far in FARS),
+        _count(result["impostor_pairs"]),
+        *(percent(result[name]) for name in ("rank1", "rank5")),
+        *(percent(found[f"recall@{k}"]) for k in RECALLS),
+        *(percent(found[name]) for name in ("map@r", "r_precision")),
+    ]
 
 
 def percent(value: float | None) -> str:
@@ -76,28 +69,18 @@ def _count(value: int | None) -> str:
     return _NONE if value is None else f"{value:,}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    aligned = [
-        [cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
-    return ["  ".join(cells).rstrip() for cells in aligned]
-
-
 FORMATS = (".png", ".svg", ".pdf")
 # Distinguishable with most kinds of colour blindness (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 _GRID, _INK = "#d9d9d9", "#333333"
 
 
-def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
+def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
     """Draw a ROC curve per set: TAR over logarithmic FAR. Sets without a curve are left out.
 
     Args:
         results: of :func:`plsc.evaluation.evaluate` with ``curves=True``.
-        target: a .png, .svg or .pdf path, or an open binary file.
-        form: the format of an open file.
+        target: a .png, .svg or .pdf path, or an open binary file, which gets SVG.
 
     Raises:
         UsageError: another suffix, or no set has a curve.
@@ -121,23 +104,23 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
         )
     axes[0].set_xscale("log")
     axes[0].set_xlim(min(result["roc"]["far"][0] for result in drawn.values()), 1.0)
-    axes[0].set_ylim(_floor([value for result in drawn.values() for value in result["roc"]["tar"]]), 1.0)
+    lowest = min(value for result in drawn.values() for value in result["roc"]["tar"])
+    axes[0].set_ylim(max(int(lowest * 10) / 10 - 0.1, 0.0), 1.0)
     axes[0].set_xlabel("false accept rate (share of different pairs accepted)")
     axes[0].set_ylabel("true accept rate (share of same pairs)")
     columns = max(min(len(drawn), 75 // (max(map(len, drawn)) + 16)), 1)
     figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
-    _save(figure, target, form)
+    _save(figure, target)
 
 
-def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
+def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
     """Draw each set's histogram of cosines, same pairs against different ones, on a common axis.
 
     Each kind is scaled to its own number of pairs.
 
     Args:
         results: of :func:`plsc.evaluation.evaluate` with ``curves=True``.
-        target: a .png, .svg or .pdf path, or an open binary file.
-        form: the format of an open file.
+        target: a .png, .svg or .pdf path, or an open binary file, which gets SVG.
 
     Raises:
         UsageError: another suffix, or no set has scores.
@@ -153,7 +136,7 @@ def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[byt
     ranges = [_visible_range(result["scores"]) for result in drawn.values()]
     axes[-1].set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
     axes[-1].set_xlabel("cosine of the two embeddings")
-    _save(figure, target, form)
+    _save(figure, target)
 
 
 def check_target(path: Path) -> None:
@@ -187,11 +170,8 @@ def _merge_bins(scores: Mapping[str, Any]) -> Mapping[str, Any]:
     rough = any(counts and sum(counts) < 30 * len(counts) for counts in filled)
     if not rough or len(scores["same"]) % 2 or len(scores["same"]) <= 25:
         return scores
-    joined = {
-        kind: [a + b for a, b in zip(scores[kind][::2], scores[kind][1::2], strict=True)]
-        for kind in ("same", "different")
-    }
-    return _merge_bins({"edges": scores["edges"][::2], **joined})
+    same, different = (np.reshape(scores[kind], (-1, 2)).sum(axis=1).tolist() for kind in ("same", "different"))
+    return _merge_bins({"edges": scores["edges"][::2], "same": same, "different": different})
 
 
 def _visible_range(scores: Mapping[str, Any]) -> tuple[float, float]:
@@ -219,14 +199,9 @@ def canvas(rows: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _floor(values: list[float]) -> float:
-    """Return the lower end of an axis of rates that ends at 1: a tenth below the lowest of them."""
-    return max(int(min(values) * 10) / 10 - 0.1, 0.0)
-
-
-def _save(figure: Any, target: Path | IO[bytes], form: str) -> None:
+def _save(figure: Any, target: Path | IO[bytes]) -> None:
     if not isinstance(target, Path):
-        figure.savefig(target, format=form, dpi=160)
+        figure.savefig(target, format="svg", dpi=160)
         return
     check_target(target)
     with atomic_write(target) as tmp_path:

@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.embedding.columns import Float32, Float64, Int64, Mask
+
 MINIMUM_IMPOSTORS = 10  # different pairs that have to match for a rate to be reported: fewer are chance
 FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7)}
+# Of all pairs of a set, cosines are counted in bins of this width: finer than what a float32 product of 512-d vectors
+# resolves.
+_BINS = 2**22
+_BLOCK = 2048
+_POINTS_PER_DECADE, _DRAWN_BINS = 12, 200  # of what is drawn: a curve, and a histogram
 
 
 @dataclass(frozen=True)
@@ -18,9 +26,9 @@ class Roc:
     different pairs whose score is at least the threshold. The last point accepts every pair.
     """
 
-    thresholds: NDArray[np.float64]
-    genuine: NDArray[np.int64]
-    impostors: NDArray[np.int64]
+    thresholds: Float64
+    genuine: Int64
+    impostors: Int64
 
     @property
     def genuine_pairs(self) -> int:
@@ -33,7 +41,7 @@ class Roc:
         return int(self.impostors[-1]) if self.impostors.size else 0
 
 
-def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) -> Roc:
+def roc_from_scores(scores: NDArray[np.floating], is_same: Mask) -> Roc:
     """Compute the ROC of ``scores`` (N,), higher for more similar pairs, against the truth ``is_same`` (N,)."""
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
@@ -42,7 +50,7 @@ def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) ->
     return Roc(ordered[last_of_tie].astype(np.float64), genuine, last_of_tie + 1 - genuine)
 
 
-def roc_from_counts(scores: NDArray[np.float64], same: NDArray[np.int64], different: NDArray[np.int64]) -> Roc:
+def roc_from_counts(scores: Float64, same: Int64, different: Int64) -> Roc:
     """Compute the ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
     filled = np.flatnonzero((same > 0) | (different > 0))[::-1]
     return Roc(scores[filled], np.cumsum(same[filled]), np.cumsum(different[filled]))
@@ -99,7 +107,7 @@ def equal_error_rate(roc: Roc) -> float | None:
     return float(accepts[after - 1] + weight * (accepts[after] - accepts[after - 1]))
 
 
-def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | None:
+def sampled_curve(roc: Roc) -> dict[str, list[float]] | None:
     """Sample ``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``10 / impostor pairs`` to 1.
 
     None without a same pair or with fewer than ten different ones.
@@ -107,6 +115,62 @@ def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | No
     if not roc.genuine_pairs or roc.impostor_pairs < MINIMUM_IMPOSTORS:
         return None
     lowest = max(np.log10(MINIMUM_IMPOSTORS / roc.impostor_pairs), -6.0)
-    far = np.logspace(lowest, 0.0, max(int(-lowest * per_decade), 1) + 1).tolist()
+    far = np.logspace(lowest, 0.0, max(int(-lowest * _POINTS_PER_DECADE), 1) + 1).tolist()
     points = [(value, tar) for value in far if (tar := tar_at_far(roc, value)) is not None]
     return {"far": [value for value, _ in points], "tar": [tar for _, tar in points]}
+
+
+def roc_summary(roc: Roc) -> dict[str, Any]:
+    """Return ``auc``, ``eer``, ``tar@far`` and the number of pairs of each kind."""
+    return {
+        "auc": area_under_curve(roc),
+        "eer": equal_error_rate(roc),
+        "tar@far": {name: tar_at_far(roc, far) for name, far in FARS.items()},
+        "impostor_pairs": roc.impostor_pairs,
+        "genuine_pairs": roc.genuine_pairs,
+    }
+
+
+def plot_data(roc: Roc) -> dict[str, Any]:
+    """Return ``roc`` sampled for a logarithmic axis, and ``scores``: counts of same and different pairs by cosine."""
+    edges = np.linspace(-1.0, 1.0, _DRAWN_BINS + 1)
+    scores = np.clip(roc.thresholds, -1.0, 1.0)
+    histogram = {"edges": edges.tolist()}
+    for kind, accepted in (("same", roc.genuine), ("different", roc.impostors)):
+        counts = np.histogram(scores, edges, weights=np.diff(accepted, prepend=0))[0]
+        histogram[kind] = counts.astype(int).tolist()
+    return {"roc": sampled_curve(roc), "scores": histogram}
+
+
+def all_pairs_roc(embeddings: Float32, labels: Int64) -> Roc:
+    """Compute the ROC of every pair of N images: ``embeddings`` (N, D) of unit rows, ``labels`` (N,).
+
+    Cosines are counted in bins of width 2^-21, so that memory does not grow with the number of pairs.
+    """
+    counts, half = np.zeros(2 * (_BINS + 1), dtype=np.int64), _BINS // 2
+    for top in range(0, len(labels), _BLOCK):
+        rows, row_labels = embeddings[top : top + _BLOCK], labels[top : top + _BLOCK]
+        for left in range(top, len(labels), _BLOCK):
+            columns, column_labels = embeddings[left : left + _BLOCK], labels[left : left + _BLOCK]
+            codes = np.rint(rows @ columns.T * np.float32(half)).astype(np.int64) + half
+            np.clip(codes, 0, _BINS, out=codes)
+            codes += (row_labels[:, None] != column_labels[None, :]) * (_BINS + 1)
+            once = codes[np.triu_indices(len(rows), k=1)] if left == top else codes.reshape(-1)
+            counts += np.bincount(once, minlength=counts.size)
+    scores = np.linspace(-1.0, 1.0, _BINS + 1)
+    return roc_from_counts(scores, counts[: _BINS + 1], counts[_BINS + 1 :])
+
+
+def sample_identities(labels: Int64, seed: int, pairs: int = 10**8) -> Int64:
+    """Return indices of images, whole identities sampled by ``seed``, that form at most ``pairs`` pairs in all.
+
+    These are all images if they form no more.
+    """
+    max_images = int((1 + np.sqrt(1 + 8 * pairs)) / 2)
+    if len(labels) <= max_images:
+        return np.arange(len(labels), dtype=np.int64)
+    names, inverse, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.random.default_rng(seed).permutation(len(names))
+    kept = np.zeros(len(names), dtype=bool)
+    kept[order[np.cumsum(sizes[order]) <= max_images]] = True
+    return np.flatnonzero(kept[inverse]).astype(np.int64)

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 
 from plsc.data.alignment import align_face
 from plsc.data.codec import read_image
+from plsc.embedding.columns import Float32, Float64, Int64, Mask
+from plsc.embedding.pipeline import Embed, EmbeddedImages, embed_on_ranks
 from plsc.errors import DataError, UsageError
-from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
-from plsc.evaluation.evaluator import plot_data
-from plsc.evaluation.pairs import roc_summary, unit_rows
-from plsc.evaluation.retrieval import no_retrieval
-from plsc.evaluation.roc import roc_from_scores
+from plsc.evaluation.pairs import unit_rows
+from plsc.evaluation.roc import plot_data, roc_from_scores, roc_summary
+from plsc.evaluation.search import no_retrieval
 from plsc.models.preprocessing import ImageSize, check_square
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
@@ -48,23 +48,19 @@ class IjbFaces:
     folder: Path
     image_size: int
     names: list[str]
-    landmarks: NDArray[np.float64]
-    scores: NDArray[np.float64]
-    templates: NDArray[np.int64]
-    medias: NDArray[np.int64]
+    landmarks: Float64
+    scores: Float64
+    templates: Int64
+    medias: Int64
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def image(self, index: int) -> torch.Tensor:
+    def picture(self, index: int) -> torch.Tensor:
         """Return face ``index``, aligned, as uint8 (3, image_size, image_size)."""
         crops = self.folder / "loose_crop"
         image = read_image(crops / self.names[index], below=crops.resolve())
         return align_face(image, self.landmarks[index], self.image_size, self.names[index])
-
-    def picture(self, index: int) -> torch.Tensor:
-        """Return :meth:`image`: faces are aligned."""
-        return self.image(index)
 
     def key(self, index: int) -> str:
         """Return the image's file name."""
@@ -75,9 +71,9 @@ class IjbFaces:
 class TemplatePairs:
     """Pairs of templates to compare: ids ``first``, ``second`` int32 (P,), and the truth ``is_same`` (P,)."""
 
-    first: NDArray[np.int32]
-    second: NDArray[np.int32]
-    is_same: NDArray[np.bool_]
+    first: npt.NDArray[np.int32]
+    second: npt.NDArray[np.int32]
+    is_same: Mask
 
 
 def ijb(
@@ -116,16 +112,13 @@ def ijb(
     faces = read_faces(folder, prefix, check_square(image_size, "IJB's protocol aligns faces, which"))
     comparisons: list[TemplatePairs] = []  # read before the long work, so that errors show early; on the first rank
     on_main(lambda: comparisons.append(_checked_pairs(faces, prefix)), mesh)
-    embedded = embed_images(embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet)
+    embedded = embed_on_ranks(
+        embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet
+    )
     return {prefix: on_main(lambda: _score(faces, embedded, comparisons[0], curves), mesh)}
 
 
-def pool_templates(
-    rows: NDArray[np.float32],
-    scores: NDArray[np.float64],
-    templates: NDArray[np.int64],
-    medias: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def pool_templates(rows: Float32, scores: Float64, templates: Int64, medias: Int64) -> tuple[Int64, Float64]:
     """Pool faces into templates.
 
     Args:
@@ -153,9 +146,7 @@ def pool_templates(
     return names, unit_rows(pooled)
 
 
-def pair_cosines(
-    vectors: NDArray[np.float32], first: NDArray[np.int64], second: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def pair_cosines(vectors: Float32, first: Int64, second: Int64) -> Float32:
     """Return cosines (P,) between rows ``first`` and ``second`` (P,) of the unit ``vectors`` (T, D)."""
     cosines = np.empty(len(first), dtype=np.float32)
     for start in range(0, len(first), _PAIRS_AT_A_TIME):
@@ -204,7 +195,11 @@ def read_faces(folder: Path, prefix: str, image_size: int) -> IjbFaces:
     names, values = _read_rows(folder / "meta" / f"{prefix}{_FACES}", 11)
     members, ids = _read_rows(folder / "meta" / f"{prefix}{_TEMPLATES}", 2)
     if members != names:
-        ids = ids[_matching_rows(names, members, folder / "meta" / f"{prefix}{_TEMPLATES}")]
+        rows = {name: row for row, name in enumerate(members)}
+        if missing := [name for name in names if name not in rows]:
+            path = folder / "meta" / f"{prefix}{_TEMPLATES}"
+            raise DataError(f"{path} lacks {missing[0]}, which the list of faces has; copy both from one release")
+        ids = ids[[rows[name] for name in names]]
     templates, medias = ids.astype(np.int64).T
     return IjbFaces(folder, image_size, names, values[:, :10].reshape(-1, 5, 2), values[:, 10], templates, medias)
 
@@ -224,7 +219,7 @@ def read_template_pairs(folder: Path, prefix: str) -> TemplatePairs:
     return TemplatePairs(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), table[:, 2] == 1)
 
 
-def _read_rows(path: Path, columns: int) -> tuple[list[str], NDArray[np.float64]]:
+def _read_rows(path: Path, columns: int) -> tuple[list[str], Float64]:
     """Read lines of a name and ``columns`` numbers, separated by blanks."""
     names: list[str] = []
     values: list[list[float]] = []
@@ -244,11 +239,3 @@ def _read_rows(path: Path, columns: int) -> tuple[list[str], NDArray[np.float64]
     if not names:
         raise DataError(f"{path} is empty; copy it from the release")
     return names, np.array(values)
-
-
-def _matching_rows(names: list[str], members: list[str], path: Path) -> list[int]:
-    rows = {name: row for row, name in enumerate(members)}
-    missing = next((name for name in names if name not in rows), None)
-    if missing is not None:
-        raise DataError(f"{path} lacks {missing}, which the list of faces has; copy both from one release")
-    return [rows[name] for name in names]

@@ -13,21 +13,22 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, get_args
 
 import numpy as np
 
 from plsc.errors import IntegrityError, UsageError, first_line
 from plsc.files import pinned_folder
-from plsc.index.exact import ExactSearcher, knn, load_faiss, merge_topk
-from plsc.index.recall import Recall, RecallMonitor, RecallTarget, recall_of
+from plsc.index.recall import Recall, RecallMonitor
 from plsc.index.rows import Float32, Int64, Mask, RowSource
+from plsc.index.scan import ExactSearcher, knn, load_faiss, merge_topk
 from plsc.progress import Progress
 
 Kind = Literal["exact", "ivf", "hnsw", "pq"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
 MIN_ROWS = {"ivf": 400, "hnsw": 20, "pq": 10_000}  # PQ learns 256 codes from 39 rows each
@@ -57,8 +58,7 @@ class ApproximateSearch:
     Attributes:
         structure: the faiss index.
         kind: "ivf", "hnsw" or "pq".
-        held_out: (H,) rows outside the structure, ascending. They were the queries that its effort was tuned with, and
-            its recall can be measured on them again at any time.
+        held_out: (H,) rows outside the structure, ascending: the queries that its effort was tuned with.
         recall: as measured when it was tuned.
         monitor: the recall in use, once :meth:`monitor_recall` is called from time to time.
     """
@@ -98,25 +98,15 @@ class ApproximateSearch:
         if count * SCAN_BELOW <= len(self) or not k:
             return self._exact.search(queries, k, allowed=allowed)
         scores, rows = self._structure_and_held_out(queries, k, allowed)
-        short = (rows < 0).any(axis=1) if rows.shape[1] == k else np.ones(len(queries), dtype=bool)
+        short = (rows < 0).any(axis=1)
         if short.any():
-            filled = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
-            filled[0][~short], filled[1][~short] = scores[~short], rows[~short]
-            filled[0][short], filled[1][short] = self._exact.search(queries[short], k, allowed=allowed)
-            scores, rows = filled
+            scores[short], rows[short] = self._exact.search(queries[short], k, allowed=allowed)
         self.monitor.record(queries, scores, allowed)
         return scores, rows
 
     def monitor_recall(self) -> None:
         """Ask some of the queries since the last call again, exactly; slow, for a thread that nobody waits for."""
         self.monitor.compare(self._exact)
-
-    def measure_recall(self) -> Recall:
-        """Recall now, on the rows held out, against the exact search of the rows in the structure."""
-        inside = np.ones(len(self), dtype=bool)
-        inside[self.held_out] = False
-        truth = self._exact.search(self._held_out_vectors, TUNED_FOR, allowed=inside)[0]
-        return recall_of(search(self.structure, self._held_out_vectors, truth.shape[1])[0], truth)
 
     def _structure_and_held_out(self, queries: Float32, k: int, allowed: Mask | None) -> tuple[Float32, Int64]:
         inside = None if allowed is None else allowed[self._inside]
@@ -140,28 +130,8 @@ class Reranked:
     def __init__(self, index: Any, base: RowArray) -> None:
         self.index, self.base = index, base
 
-    @property
-    def ntotal(self) -> int:
-        """N."""
-        return int(self.index.ntotal)
-
-    @property
-    def nlist(self) -> int:
-        """The number of cells."""
-        return int(self.index.nlist)
-
-    @property
-    def nprobe(self) -> int:
-        """The number of cells that a query reads."""
-        return int(self.index.nprobe)
-
-    @nprobe.setter
-    def nprobe(self, value: int) -> None:
-        self.index.nprobe = value
-
-    def add(self, rows: Float32) -> None:
-        """Compress ``rows`` (n, D) and add them."""
-        self.index.add(rows)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.index, name)
 
     def search(self, queries: Float32, k: int, **options: Any) -> tuple[Float32, Int64]:
         """Scores and rows (Q, k), best first, by float32 products; row -1 where no more were found."""
@@ -216,7 +186,11 @@ def _parameters(structure: Any, k: int, allowed: Mask | None) -> Any:
 
 def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:
     """Build the structure of ``kind`` over ``base`` (N, D) in memory; its faiss ids are the row numbers."""
-    structure = _empty_hnsw(base.shape[1]) if kind == "hnsw" else train_ivf(kind, base, seed)
+    if kind == "hnsw":
+        structure = load_faiss().IndexHNSWFlat(base.shape[1], HNSW_LINKS, load_faiss().METRIC_INNER_PRODUCT)
+        structure.hnsw.efConstruction = HNSW_CONSTRUCTION
+    else:
+        structure = train_ivf(kind, base, seed)
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
     step = _ADDED_AT_ONCE[kind]
     for start in range(0, len(base), step):
@@ -246,13 +220,6 @@ def train_ivf(kind: Kind, base: RowArray, seed: int, *, max_rows: int | None = N
     return Reranked(structure, base) if kind == "pq" else structure
 
 
-def _empty_hnsw(dim: int) -> Any:
-    faiss = load_faiss()
-    structure = faiss.IndexHNSWFlat(dim, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-    structure.hnsw.efConstruction = HNSW_CONSTRUCTION
-    return structure
-
-
 def cell_count(rows: int) -> int:
     """nlist for ``rows`` rows: 4·√N, but never so many that a cell has fewer than 39 rows to learn from."""
     return max(1, min(round(4 * math.sqrt(rows)), rows // 39))
@@ -263,67 +230,12 @@ def code_bytes(dim: int) -> int:
     return max(parts for parts in range(1, max(1, dim // 4) + 1) if dim % parts == 0)
 
 
-def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: RecallTarget) -> tuple[int, Recall]:
-    """Find the least effort whose recall meets ``target``, and set it.
-
-    Args:
-        structure: over the rows that ``truth`` was computed on.
-        kind: of the structure.
-        queries: (Q, D).
-        truth: (Q, <= 10) exact scores, best first.
-        target: the recall to reach.
-
-    Returns:
-        The effort, and its recall.
-
-    Raises:
-        UsageError: no effort reaches the target.
-    """
-    k = truth.shape[1]
-
-    def measure(effort: int) -> Recall:
-        set_effort(structure, kind, effort)
-        return recall_of(structure.search(queries, k)[0], truth)
-
-    least = 16 if kind == "hnsw" else 1
-    most = HNSW_MAX_EFFORT if kind == "hnsw" else int(structure.nlist)
-    effort, recall = _least_effort(measure, least, most, target)
-    if not target.met_by(recall):
-        raise UsageError(
-            f"{kind} finds {target.reached(recall):.4f} of the nearest rows at most, and --recall asks for "
-            f"{target.share}; ask for less, or for --kind exact"
-        )
-    set_effort(structure, kind, effort)
-    return effort, recall
-
-
-def _least_effort(measure: Callable[[int], Recall], least: int, most: int, target: RecallTarget) -> tuple[int, Recall]:
-    """The least effort in [least, most], within a sixteenth, that meets ``target``; ``most`` if none does.
-
-    Doubles the effort until it suffices, then bisects, taking recall to grow with the effort.
-    """
-    low, effort = least - 1, least
-    recall = measure(effort)
-    while not target.met_by(recall) and effort < most:
-        low, effort = effort, min(effort * 2, most)
-        recall = measure(effort)
-    high = effort
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        attempt = measure(middle)
-        if target.met_by(attempt):
-            high, recall = middle, attempt
-        else:
-            low = middle
-    return high, recall
-
-
 def set_effort(structure: Any, kind: Kind, effort: int) -> None:
     """Set nprobe or efSearch."""
     if kind == "hnsw":
         structure.hnsw.efSearch = effort
     else:
-        structure.nprobe = effort
+        faiss_index(structure).nprobe = effort
 
 
 def parameters(structure: Any, kind: Kind, effort: int) -> dict[str, int]:
@@ -364,13 +276,9 @@ def load(files: Sequence[BinaryIO], kind: Kind, parameters: dict[str, int], base
         set_effort(structure, kind, parameters["efSearch" if kind == "hnsw" else "nprobe"])
         disable_prefetch(structure)
     except (RuntimeError, MemoryError, AttributeError, TypeError) as error:  # faiss' own, and of another structure
-        raise IntegrityError(f"{path} is corrupt: {_reason(error)}; use another copy") from None
+        reason = first_line(error).rpartition(": ")[2]  # behind faiss' C++ names and places
+        raise IntegrityError(f"{path} is corrupt: {reason}; use another copy") from None
     return structure
-
-
-def _reason(error: Exception) -> str:
-    """The last part of faiss' message, behind its C++ names and places."""
-    return first_line(error).rpartition(": ")[2]
 
 
 def disable_prefetch(structure: Any) -> None:

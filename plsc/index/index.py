@@ -16,11 +16,10 @@ again at any time, on the queries that the tuning used.
 from __future__ import annotations  # signatures in help() then read as they are written here
 
 import contextlib
-import math
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,32 +28,32 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.arguments import as_integer
-from plsc.embedding.columns import open_array, open_strings, string_files
+from plsc.embedding.columns import Float32, Int64, open_array, open_strings
 from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
-from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import IntegrityError, UsageError, quoted
-from plsc.files import (
-    MANIFEST,
-    atomic_replace_dir,
-    holds_manifest,
-    make_folder,
-    manifest_value,
-    open_described,
-    read_manifest,
-)
+from plsc.errors import IntegrityError, UsageError
+from plsc.files import MANIFEST, holds_manifest, manifest_value, open_described, read_manifest
 from plsc.index import ann
-from plsc.index.exact import ExactSearch, knn, merge_topk
+from plsc.index.build import (
+    COLUMN_FILES,
+    FAISS_FILE,
+    FORMAT,
+    UNKNOWN_CONTRACT,
+    VERSION,
+    Labels,
+    as_sets,
+    build,
+    new_index,
+)
 from plsc.index.on_disk import LISTS_FILE
-from plsc.index.rows import Float32, Int64, as_array, unit_vectors
+from plsc.index.recall import Recall, recall_of
+from plsc.index.rows import unit_vectors
+from plsc.index.scan import ExactSearch, knn, merge_topk
+from plsc.index.tuning import BuildOptions, exact_recall
 from plsc.signing import is_asked_for, require_signed
 
-FORMAT = "plsc index"
-UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
-VERSION = 1
-FAISS_FILE = "index.faiss"
-KINDS = ("exact", "ivf", "hnsw", "pq")
-Labels = Sequence[str | None] | Sequence[int] | npt.NDArray[Any]
-COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
+LENGTH_TOLERANCE = 1e-3
+RECALL_TOLERANCE = 0.005  # k-means and graphs are built by several threads, but what is stored answers alike
+_CHECKED_AT_ONCE = 65536  # rows
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Index:
         numbers = ("rows", "dim", "held_out", "classes")
         rows, dim, held_out, _ = (manifest_value(self.folder, self.manifest, name, int) for name in numbers)
         expected = {*COLUMN_FILES, *({FAISS_FILE} if kind != "exact" else {})}
-        known = kind in KINDS and 0 < dim <= LARGEST_DIM and held_out <= rows and rows > 0
+        known = kind in ann.KINDS and 0 < dim <= LARGEST_DIM and held_out <= rows and rows > 0
         if not known or files.keys() - {LISTS_FILE} != expected:
             raise IntegrityError(f"{self.folder / MANIFEST} does not describe an index; use another copy")
         if kind != "exact":
@@ -181,31 +180,20 @@ class Index:
             contract_id: of the model that made the array (``model.contract_id``); the index then refuses images that
                 another model embeds.
             overwrite: replace an index that ``folder`` holds, once the new one is whole.
-            kind, recall, recall_at, latency_ms, memory, seed, quiet: as in :func:`plsc.index.build.build`.
+            kind, recall, recall_at, latency_ms, memory, seed, quiet: see :class:`plsc.index.tuning.BuildOptions`.
 
         Raises:
             UsageError: the arguments do not go together, or ``folder`` exists. Otherwise as
                 :func:`plsc.index.build.build`.
         """
-        from plsc.index.build import build
-
+        options = BuildOptions(kind, recall, recall_at, latency_ms, memory, seed, quiet)
         if folder is not None:
             _check_target(Path(folder), overwrite)
         scratch = Path(tempfile.mkdtemp(prefix="plsc-index-"))
         target = scratch / "index" if folder is None else Path(folder)
         try:
-            build(
-                _as_sets(embeddings, scratch / "set", keys, labels, contract_id),
-                target,
-                kind=kind,
-                recall=recall,
-                recall_at=recall_at,
-                latency_ms=latency_ms,
-                memory=memory,
-                seed=seed,
-                quiet=quiet,
-                overwrite=overwrite,
-            )
+            sets = as_sets(embeddings, scratch / "set", keys, labels, contract_id)
+            build(sets, target, options, overwrite=overwrite)
             index = cls(target, verify=False)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -225,14 +213,8 @@ class Index:
         if target == self.folder.resolve():
             return
         _check_target(target, overwrite)
-        make_folder(target.parent)
-        tmp_path = target.with_name(f".{target.name}.saving")
-        shutil.rmtree(tmp_path, ignore_errors=True)  # of a call that was killed
-        try:
-            shutil.copytree(self.folder, tmp_path)
-            atomic_replace_dir(tmp_path, target)
-        finally:
-            shutil.rmtree(tmp_path, ignore_errors=True)
+        with new_index(target) as tmp_path:
+            shutil.copytree(self.folder, tmp_path, dirs_exist_ok=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -286,69 +268,53 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         raise UsageError(f"{folder} exists already: give overwrite=True to replace it")
 
 
-def _as_sets(
-    embeddings: Any,
-    folder: Path,
-    keys: Sequence[str] | None,
-    labels: Labels | None,
-    contract_id: str,
-) -> Sequence[EmbeddingSet | str | Path]:
-    """The embedding sets that ``embeddings`` are or name; an array is written into ``folder`` as one."""
-    if hasattr(embeddings, "__array__"):  # numpy's, and tensors on the CPU
-        return [_written(as_array(embeddings), folder, keys, labels, contract_id)]
-    if keys is not None or labels is not None or contract_id != UNKNOWN_CONTRACT:
-        raise UsageError("an embedding set has keys, labels and a contract of its own: leave them out")
-    is_one = isinstance(embeddings, EmbeddingSet | str | Path) or not isinstance(embeddings, Iterable)
-    sets = [embeddings] if is_one else list(embeddings)
-    for entry in sets:
-        if not isinstance(entry, EmbeddingSet | str | Path):
-            raise UsageError(f"an index is built over an array (N, D) or embedding sets, not {type(entry).__name__}")
-    return sets
+def check(folder: str | Path) -> dict[str, Any]:
+    """Verify an index and measure its recall again.
+
+    Returns:
+        "rows", "kind", "dim", "contract_id", "recall" (as measured now) and "recall_stored".
+
+    Raises:
+        DataError: ``folder`` is no index.
+        IntegrityError: the first thing that is wrong.
+    """
+    index = Index.open(folder)
+    _check_vectors(index)
+    if len(np.unique(index.ids)) != len(index):
+        raise IntegrityError(f"{index.folder} uses an id twice; build the index again")
+    stored = manifest_value(index.folder, index.manifest, "recall", dict)
+    for name in ("recall@1", "recall@10"):
+        manifest_value(index.folder, stored, name, float)
+    measured = measure_recall(index)
+    for name, value in (("recall@1", measured.at_1), ("recall@10", measured.at_10)):
+        if value < stored[name] - RECALL_TOLERANCE:
+            raise IntegrityError(
+                f"{index.folder} has {name} {value:.4f} and was built with {stored[name]:.4f}; build it again"
+            )
+    return {
+        "rows": len(index),
+        "kind": index.kind,
+        "dim": index.dim,
+        "contract_id": index.contract_id,
+        "recall": measured.as_json(),
+        "recall_stored": stored,
+    }
 
 
-def _written(
-    embeddings: npt.NDArray[Any],
-    folder: Path,
-    keys: Sequence[str] | None,
-    labels: Labels | None,
-    contract_id: str,
-) -> EmbeddingSet:
-    if embeddings.ndim != 2 or embeddings.dtype.kind != "f" or not embeddings.size:
-        raise UsageError(f"embeddings are {embeddings.dtype}{list(embeddings.shape)}; give floats of shape [N, D]")
-    names, numbers = _numbered(labels)
-    with np.errstate(over="ignore"):  # what overflows is infinite, and left out of the index
-        vectors = embeddings.astype(np.float32)
-    return write_embedding_set(
-        folder,
-        vectors,
-        contract_id=contract_id,
-        keys=None if keys is None else [str(key) for key in _listed(keys, "keys")],
-        labels=numbers,
-        class_names=names,
-    )
+def measure_recall(index: Index) -> Recall:
+    """Recall on the rows held out of the structure; of an exact index, on its own rows against float64."""
+    if index.structure is None:
+        return exact_recall(index.vectors)
+    queries = np.array(index.held_out_vectors)
+    truth = ExactSearch(index.base).search(queries, 10)[0]
+    return recall_of(ann.search(index.structure, queries, truth.shape[1])[0], truth)
 
 
-def _numbered(labels: Labels | None) -> tuple[list[str], Int64 | None]:
-    """The names of the classes in order, and for each of ``labels`` the number of its class, -1 for none."""
-    if labels is None:
-        return [], None
-    given = [None if _is_missing(label) else label for label in _listed(labels, "labels")]
-    if not all(isinstance(label, str | None) for label in given):
-        whole = [-1 if label is None else as_integer(label, "a label that is no name", -1) for label in given]
-        given = [None if label < 0 else label for label in whole]
-    classes = sorted({label for label in given if label is not None})
-    numbers = {label: number for number, label in enumerate(classes)}
-    found = np.array([-1 if label is None else numbers[label] for label in given], dtype=np.int64)
-    return [str(label) for label in classes], found
-
-
-def _is_missing(label: Any) -> bool:
-    return label is None or (isinstance(label, float) and math.isnan(label))  # as a Series tells it
-
-
-def _listed(values: Any, name: str) -> list[Any]:
-    """The entries of a list, array or Series, as Python's own."""
-    entries = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(entries, str) or not isinstance(entries, Iterable):
-        raise UsageError(f"{name} are one for each row: give a list or array, not {quoted(values)}")
-    return list(entries)
+def _check_vectors(index: Index) -> None:
+    for start in range(0, len(index), _CHECKED_AT_ONCE):
+        lengths = np.linalg.norm(index.vectors[start : start + _CHECKED_AT_ONCE], axis=1)
+        wrong = np.flatnonzero(~(np.abs(lengths - 1) < LENGTH_TOLERANCE))  # negated so that NaN is wrong too
+        if len(wrong):
+            raise IntegrityError(
+                f"{index.folder}: row {start + int(wrong[0])} is not of length 1; build the index again"
+            )

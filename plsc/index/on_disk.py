@@ -7,8 +7,7 @@ What a budget counts is memory that the system cannot take back. Files are read 
 written without being mapped; the interpreter and its libraries (about 0.3 GB) come on top.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.index import ann
-from plsc.index.exact import DATABASE_BLOCK, load_faiss
+from plsc.index.scan import DATABASE_BLOCK, load_faiss
 from plsc.progress import Progress
 
 LISTS_FILE = "index.ivfdata"
@@ -102,33 +101,20 @@ def _build_in_parts(kind: ann.Kind, base: ann.RowArray, seed: int, budget: Memor
     structure = ann.train_ivf(kind, base, seed, max_rows=budget.sample_rows)
     index = ann.faiss_index(structure)
     part_rows = budget.part_rows(index.code_size, index.nlist)
-    merged = budget.folder / LISTS_FILE
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
-    with _part_files(budget.folder, index, base, part_rows, progress) as parts, ann.stdout_to_stderr():
-        merge_ondisk(index, [str(part) for part in parts], str(merged))
-    ann.disable_prefetch(structure)
-    return structure
-
-
-@contextmanager
-def _part_files(
-    folder: Path, empty: Any, base: ann.RowArray, part_rows: int, progress: Progress
-) -> Iterator[list[Path]]:
-    """Write the rows as structures like ``empty``, ``part_rows`` in each; the files are removed at the end."""
-    faiss = load_faiss()
-    written: list[Path] = []
-    try:
+    with tempfile.TemporaryDirectory(prefix=".parts-", dir=budget.folder) as folder:
+        written: list[str] = []
         for start in range(0, len(base), part_rows):
-            part = faiss.clone_index(empty)
+            part = load_faiss().clone_index(index)
             _add(part, base, start, min(start + part_rows, len(base)), progress)
-            written.append(folder / f".part-{len(written):05d}.faiss")
-            faiss.write_index(part, str(written[-1]))
+            written.append(f"{folder}/{len(written):05d}.faiss")
+            load_faiss().write_index(part, written[-1])
             del part  # before the next one is made: two do not fit
         progress.finish()
-        yield written
-    finally:
-        for path in written:
-            path.unlink(missing_ok=True)
+        with ann.stdout_to_stderr():
+            merge_ondisk(index, written, str(budget.folder / LISTS_FILE))
+    ann.disable_prefetch(structure)
+    return structure
 
 
 def _add(part: Any, base: ann.RowArray, start: int, stop: int, progress: Progress) -> None:

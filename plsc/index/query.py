@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,19 +67,19 @@ def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
         matches and an "error", and one whose picture may be no aligned crop a "warning".
     """
     answers: list[dict[str, Any]] = [{"query": name, "matches": []} for name in queries.names]
-    for position, text in queries.errors.items():
-        answers[position]["error"] = text
-    for position, text in queries.warnings.items():
-        answers[position]["warning"] = text
+    for kind, texts in (("error", queries.errors), ("warning", queries.warnings)):
+        for position, text in texts.items():
+            answers[position][kind] = text
     good = [position for position in range(len(answers)) if position not in queries.errors]
     index.search(np.empty((0, index.dim), dtype=np.float32), k)  # refuses k < 1 even if there is no query
     for start in range(0, len(good), SEARCHED_AT_ONCE):
         positions = good[start : start + SEARCHED_AT_ONCE]
         found = index.search(queries.vectors[positions], k)
-        for position, scores, rows in zip(positions, found.scores, found.rows, strict=True):
-            answers[position]["matches"] = [
-                _match(index, int(row), float(score)) for row, score in zip(rows, scores, strict=True)
-            ]
+        for position, scores, rows in zip(positions, found.scores.tolist(), found.rows.tolist(), strict=True):
+            for score, row in zip(scores, rows, strict=True):
+                label = int(index.labels[row])
+                match = {"id": int(index.ids[row]), "key": index.keys[row], "label": label}
+                answers[position]["matches"].append({**match, "class": index.class_name(label), "score": score})
     return answers
 
 
@@ -93,30 +94,19 @@ def search_service(client: "Client", collection: str, source: str | Path, k: int
         UsageError: there is no such source, or the set is of another contract.
         ServerError: the service cannot be reached, or refuses more than single queries.
     """
-    answers = []
-    batch: list[_ServiceQuery] = []
-    for query in _service_queries(client, source):
-        batch.append(query)
-        if len(batch) == REQUEST_QUERIES:
-            answers += _answer_batch(client, collection, batch, k)
-            batch = []
-    return answers + _answer_batch(client, collection, batch, k)
+    answers, queries = [], _service_queries(client, source)
+    while batch := list(islice(queries, REQUEST_QUERIES)):
+        readable = [query for _, query in batch if not isinstance(query, DataError)]
+        results = iter(_request(client, collection, readable, k))
+        for name, query in batch:
+            found = {"matches": [], "error": str(query)} if isinstance(query, DataError) else next(results)
+            answers.append({"query": name, **found})
+    return answers
 
 
 def _require_source(source: str | Path) -> None:
     if not Path(source).exists() and not str(source).startswith("avatars:"):
         raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
-
-
-def _match(index: Index, row: int, score: float) -> dict[str, Any]:
-    label = int(index.labels[row])
-    return {
-        "id": int(index.ids[row]),
-        "key": index.keys[row],
-        "label": label,
-        "class": index.class_name(label),
-        "score": score,
-    }
 
 
 def _from_set(index: Index, source: EmbeddingSet) -> Queries:
@@ -188,17 +178,6 @@ def _encoded(images: "ImageDataset", position: int) -> "bytes | DataError":
         return data if suffix_of(data) in _SERVICE_FORMATS else encode_image(images.image(position), "png")
     except DataError as error:
         return error
-
-
-def _answer_batch(client: "Client", collection: str, batch: Sequence[_ServiceQuery], k: int) -> list[dict[str, Any]]:
-    readable = [query for _, query in batch if not isinstance(query, DataError)]
-    results = iter(_request(client, collection, readable, k))
-    return [
-        {"query": name, "matches": [], "error": str(query)}
-        if isinstance(query, DataError)
-        else {"query": name, **next(results)}
-        for name, query in batch
-    ]
 
 
 def _request(client: "Client", collection: str, queries: Sequence["Input"], k: int) -> list[dict[str, Any]]:

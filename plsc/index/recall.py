@@ -5,10 +5,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from plsc.index.exact import ExactSearcher
-from plsc.index.rows import Float32, Int64, Mask
+from plsc.embedding.columns import Float32, Float64, Int64, Mask
+from plsc.index.scan import ExactSearcher
 
 TIE = 1e-6  # scores this close are equally good neighbours: duplicates of an image are interchangeable
 SAMPLE_EVERY = 64  # queries, of which the last is asked again
@@ -29,22 +28,6 @@ class Recall:
     def as_json(self) -> dict[str, float | int]:
         """The form of manifests and of ``--json``."""
         return {"recall@1": round(self.at_1, 6), "recall@10": round(self.at_10, 6), "queries": self.queries}
-
-
-@dataclass(frozen=True)
-class RecallTarget:
-    """A least recall: ``share`` of the nearest row alone (``at`` 1), or of it and of the ten nearest (``at`` 10)."""
-
-    share: float
-    at: int = 10
-
-    def reached(self, recall: Recall) -> float:
-        """The share that counts."""
-        return recall.at_1 if self.at == 1 else min(recall.at_1, recall.at_10)
-
-    def met_by(self, recall: Recall) -> bool:
-        """True if ``recall`` suffices."""
-        return self.reached(recall) >= self.share
 
 
 def choose_held_out(labels: Int64, count: int, seed: int) -> Int64:
@@ -88,7 +71,7 @@ def _share(scores: Float32, truth: Float32) -> float:
     return float(np.minimum(good, truth.shape[1]).mean() / truth.shape[1])
 
 
-def oracle(queries: Float32, base: Float32, k: int) -> npt.NDArray[np.float64]:
+def oracle(queries: Float32, base: Float32, k: int) -> Float64:
     """The ``k`` best inner products (Q, min(k, N)), best first, by float64 numpy: slow, and independent of faiss."""
     best = np.full((len(queries), 0), -np.inf)
     step = max(1, _ORACLE_NUMBERS // max(1, base.shape[1]))

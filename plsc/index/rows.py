@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.embedding.columns import is_of_file
+from plsc.embedding.columns import Float32 as Float32
+from plsc.embedding.columns import Float64, is_of_file
+from plsc.embedding.columns import Int64 as Int64
+from plsc.embedding.columns import Mask as Mask
 from plsc.errors import DataError, UsageError, first_line
-
-Float32 = npt.NDArray[np.float32]
-Int64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 # Squared lengths in this range neither underflow nor overflow in float64 on the way; others are rescaled first.
 _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-250, 1e250
@@ -60,7 +59,7 @@ def as_array(values: Any) -> npt.NDArray[Any]:
         raise UsageError(f"vectors are numbers that numpy holds, in ordinary memory: {first_line(error)}") from None
 
 
-def _rescaled(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _rescaled(vectors: Float64) -> Float64:
     """``vectors`` (n, D), each row divided by its largest magnitude, so that squares of 1e-300 or 1e300 are exact."""
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
@@ -68,7 +67,7 @@ def _rescaled(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     largest = np.abs(vectors).max(axis=1, initial=0.0, keepdims=True)
     if not largest.all():
         raise UsageError(f"vector {int(np.flatnonzero(largest[:, 0] == 0)[0])} is zero, which has no direction")
-    scaled: npt.NDArray[np.float64] = vectors / largest
+    scaled: Float64 = vectors / largest
     return scaled
 
 
@@ -92,6 +91,7 @@ class RowSource:
 
     def __init__(self, vectors: Float32) -> None:
         self.vectors = vectors
+        self._row_bytes = 4 * int(vectors.shape[1])
         self.descriptor, self.offset = _mapped_file(vectors)
         if self.descriptor is not None:
             weakref.finalize(self, os.close, self.descriptor)
@@ -110,10 +110,6 @@ class RowSource:
             return self._range(int(rows[0]), int(rows[-1]) + 1)
         return np.concatenate([self._range(row, row + 1) for row in rows.tolist()])
 
-    @property
-    def _row_bytes(self) -> int:
-        return 4 * int(self.vectors.shape[1])
-
     def _range(self, start: int, stop: int) -> Float32:
         if self.descriptor is None:
             return np.array(self.vectors[start:stop], subok=False)
@@ -125,20 +121,6 @@ class RowSource:
                 raise DataError("the file of the vectors cannot be read any more; has it been cut?")
             left, offset = left[count:], offset + count
         return rows
-
-
-class SelectedRows:
-    """``rows`` (n,) of a source as an array-like (n, D) that reads them only when it is sliced or indexed."""
-
-    def __init__(self, source: RowSource, rows: Int64) -> None:
-        self._source, self._rows = source, rows
-        self.shape = (len(rows), source.vectors.shape[1])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, key: slice | Int64) -> Float32:
-        return self._source.take(self._rows[key])
 
 
 def rank(query: Float32, source: RowSource, rows: Int64, k: int) -> tuple[Float32, Int64]:
@@ -161,17 +143,12 @@ def rank(query: Float32, source: RowSource, rows: Int64, k: int) -> tuple[Float3
     for start in range(0, len(rows), _RANKED_AT_ONCE):
         part = slice(start, start + _RANKED_AT_ONCE)
         scores[part] = (source.take(rows[part]).astype(np.float64) * query_f64).sum(axis=1)
-    order = _top(scores, k)
-    return scores[order].astype(np.float32), rows[order]
-
-
-def _top(scores: npt.NDArray[np.float64], k: int) -> Int64:
-    """Positions of the ``k`` largest of ``scores`` (n,), largest first, ties by position."""
     positions = np.arange(len(scores))
     if k < len(scores):
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
         positions = np.flatnonzero(scores >= least)
-    return positions[np.argsort(-scores[positions], kind="stable")][:k].astype(np.int64)
+    order = positions[np.argsort(-scores[positions], kind="stable")][:k]
+    return scores[order].astype(np.float32), rows[order]
 
 
 def _mapped_file(vectors: Float32) -> tuple[int | None, int]:

@@ -53,8 +53,8 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
         "rows": "\n".join(_table_row(TITLES[name], report[name]) for name in result.curves),
         "examples": _examples(images),
         "curve": _loss_curve(paths.run),
-        "roc": _inline_svg(lambda buffer: roc_figure(curves, buffer, "svg")),
-        "scores": _inline_svg(lambda buffer: score_figure(curves, buffer, "svg")),
+        "roc": _inline_svg(lambda buffer: roc_figure(curves, buffer)),
+        "scores": _inline_svg(lambda buffer: score_figure(curves, buffer)),
         "neighbours": "\n".join(_query_html(result.index, images, query) for query in choose_queries(result.index)),
     }
     path = paths.report.with_suffix(".html")

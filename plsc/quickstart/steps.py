@@ -14,9 +14,9 @@ from plsc import config as configuration
 from plsc.embedding.embedder import Embedder, backbone_engine, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.export import export_onnx
+from plsc.embedding.pipeline import ImageSource
 from plsc.errors import PlscError
 from plsc.evaluation import evaluate, raw_pixels
-from plsc.evaluation.embedding import ImageSource
 from plsc.evaluation.evaluator import open_set
 from plsc.evaluation.roc import Roc
 from plsc.files import make_folder, read_json, write_json

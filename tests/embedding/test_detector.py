@@ -1,6 +1,6 @@
 """Detectors with SCRFD's outputs: known boxes in known places, whatever the model's form; other models are refused."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from support.scrfd import BOX, POINTS, stand_in, write_model
 from support.yunet import write_yunet
 
 from plsc.data.alignment import TEMPLATE
-from plsc.embedding.detector import Face, open_detector
+from plsc.embedding.detector import open_detector
 from plsc.errors import DataError, UsageError
 
 COLOURS = {8: 0, 16: 1, 32: 2}
@@ -112,18 +112,10 @@ def test_the_main_face_is_the_largest_and_is_aligned(tmp_path):
 
 def test_threads_may_share_a_detector(tmp_path):
     detector = opened(stand_in(tmp_path / "d.onnx", shape=(1, 3, 128, 128)))
-    found: dict[int, list[Face]] = {}
-
-    def look(place):
-        for _ in range(5):
-            found[place] = detector.faces(painted(128, 128, (8, 6, place)))
-
-    threads = [threading.Thread(target=look, args=(place,)) for place in range(4, 12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for place, faces in found.items():
+    places = [*range(4, 12)] * 5
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda place: detector.faces(painted(128, 128, (8, 6, place))), places))
+    for place, faces in zip(places, found, strict=True):
         np.testing.assert_allclose(faces[0].landmarks, expected(8, 6, place)[1], atol=1e-3)
 
 
@@ -153,80 +145,37 @@ def test_a_detector_that_is_not_there_is_one_line(spec):
     assert "\n" not in str(caught.value)
 
 
-def same(output, given="x"):
-    return helper.make_node("Identity", [given], [output])
-
-
 NINE = [f"y{i}" for i in range(9)]
+SAME = [helper.make_node("Identity", ["x"], [name]) for name in NINE]
+CAST = [helper.make_node("Cast", ["x"], [name], to=TensorProto.FLOAT) for name in NINE]
+POOLED = [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], ["y"])]
+THREE = helper.make_tensor("v", TensorProto.FLOAT, [1], [3.0])
+THREES = [helper.make_node("ConstantOfShape", [f"s{i}"], [name], value=THREE) for i, name in enumerate(NINE)]
+ROWS = [np.array([2 * (64 // stride) ** 2, width]) for width in (1, 4, 10) for stride in (8, 16, 32)]
+SIZES = {f"s{i}": rows for i, rows in enumerate(ROWS)}
+CUSTOM = [helper.make_node("Detect", ["x"], NINE, domain="my.ops")]
+SQUARE = (1, 3, 64, 64)
+
+
+def model(nodes, shape=SQUARE, outputs=NINE, constants=None, **more):
+    return lambda path: write_model(path, nodes, shape, outputs, constants, **more)
+
+
 HOSTILE = {
     "two outputs": (lambda path: stand_in(path, order=[0, 1]), "has 2 outputs; SCRFD with landmarks has nine"),
     "without landmarks": (lambda path: stand_in(path, order=range(6)), "has 6 outputs"),
-    "one output nine times": (
-        lambda path: write_model(path, [same(name) for name in NINE], (1, 3, 64, 64), NINE),
-        "answers .* for a",
-    ),
+    "one output nine times": (model(SAME), "answers .* for a"),
     "landmarks of three points": (lambda path: stand_in(path, points=POINTS[:3]), "rows of 1, 4 and 10"),
-    "one anchor": (lambda path: stand_in(path, shape=(1, 3, 64, 64), order=[0, 1, 2, 3, 4, 5, 6, 7, 7]), "answers"),
-    "logits": (
-        lambda path: write_model(
-            path,
-            [
-                helper.make_node(
-                    "ConstantOfShape",
-                    [f"s{i}"],
-                    [f"y{i}"],
-                    value=helper.make_tensor("v", TensorProto.FLOAT, [1], [3.0]),
-                )
-                for i in range(9)
-            ],
-            (1, 3, 64, 64),
-            NINE,
-            {
-                f"s{3 * k + i}": np.array([2 * (64 // s) ** 2, w])
-                for k, w in enumerate((1, 4, 10))
-                for i, s in enumerate((8, 16, 32))
-            },
-        ),
-        "scores outside 0 to 1",
-    ),
-    "a custom operator": (
-        lambda path: write_model(
-            path, [helper.make_node("Detect", ["x"], NINE, domain="my.ops")], (1, 3, 64, 64), NINE, domain="my.ops"
-        ),
-        "of which nobody knows the sizes",
-    ),
-    "grey pictures": (
-        lambda path: write_model(path, [same(name) for name in NINE], (1, 1, 64, 64), NINE),
-        "takes one picture",
-    ),
-    "a batch of four": (
-        lambda path: write_model(path, [same(name) for name in NINE], (4, 3, 64, 64), NINE),
-        "takes one picture",
-    ),
-    "bytes": (
-        lambda path: write_model(
-            path,
-            [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE],
-            (1, 3, 64, 64),
-            NINE,
-            dtype=TensorProto.UINT8,
-        ),
-        "takes one picture of floats",
-    ),
-    "text": (
-        lambda path: write_model(
-            path, [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE], (1,), NINE, dtype=TensorProto.STRING
-        ),
-        "takes one picture of floats",
-    ),
+    "one anchor": (lambda path: stand_in(path, shape=SQUARE, order=[0, 1, 2, 3, 4, 5, 6, 7, 7]), "answers"),
+    "logits": (model(THREES, constants=SIZES), "scores outside 0 to 1"),
+    "a custom operator": (model(CUSTOM, domain="my.ops"), "of which nobody knows the sizes"),
+    "grey pictures": (model(SAME, (1, 1, 64, 64)), "takes one picture"),
+    "a batch of four": (model(SAME, (4, 3, 64, 64)), "takes one picture"),
+    "bytes": (model(CAST, dtype=TensorProto.UINT8), "takes one picture of floats"),
+    "text": (model(CAST, (1,), dtype=TensorProto.STRING), "takes one picture of floats"),
     "odd sides": (lambda path: stand_in(path, shape=(1, 3, 100, 64)), "multiples of 32"),
     "an embedding model": (
-        lambda path: write_model(
-            path,
-            [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], ["y"])],
-            (1, 3, 112, 112),
-            ["y"],
-        ),
+        model(POOLED, (1, 3, 112, 112), ["y"]),
         r"is an embedding model \(112x112, one output\), no detector",
     ),
     "no model": (lambda path: path.write_text("hello"), "no ONNX file"),

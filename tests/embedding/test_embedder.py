@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import plsc.models
-from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.embedder import Embedder, model_file, open_embedder
 from plsc.embedding.export import export_insightface, export_onnx, export_torch
 from plsc.errors import DataError, UsageError
 
@@ -63,9 +63,7 @@ def embedders(files: dict[str, Path]) -> dict[str, Embedder]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_every_kind_of_file_embeds_as_the_model_does(
-    kind: str, count: int, embedders: dict[str, Embedder], model: plsc.models.Backbone
-) -> None:
+def test_every_kind_of_file_embeds_as_the_model_does(kind, count, embedders, model):
     images = pictures(count)
     answer = embedders[kind](images)
     with torch.no_grad():
@@ -107,9 +105,7 @@ def test_an_onnx_file_whose_graph_was_changed_loses_its_contract(files: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_is_close_and_comes_back_as_float32(
-    kind: str, precision: str, files: dict[str, Path], embedders: dict[str, Embedder]
-) -> None:
+def test_lower_precision_is_close_and_comes_back_as_float32(kind, precision, files, embedders):
     rounded = open_embedder(files[kind], device=CPU, precision=precision)(pictures(4))
     assert rounded.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(rounded, embedders[kind](pictures(4))).min() > 0.95
@@ -124,9 +120,7 @@ def test_onnx_refuses_another_precision_and_any_model_an_unknown_one(files: dict
 
 @given(shape=st.lists(st.integers(1, 5), max_size=5), dtype=st.sampled_from([torch.uint8, torch.float32, torch.int64]))
 @settings(max_examples=25, deadline=None)
-def test_images_of_any_other_shape_or_type_are_refused(
-    shape: list[int], dtype: torch.dtype, embedders: dict[str, Embedder]
-) -> None:
+def test_images_of_any_other_shape_or_type_are_refused(shape, dtype, embedders):
     with pytest.raises(UsageError, match="takes uint8 images"):
         embedders["run"](torch.zeros(shape, dtype=dtype))
 
@@ -152,3 +146,21 @@ def test_an_architecture_can_be_named_for_a_bare_state_dict(tmp_path: Path) -> N
     with torch.no_grad():
         expected = backbone((pictures(2, 112) - 127.5) / 127.5)
     torch.testing.assert_close(embedder(pictures(2, 112)), expected)
+
+
+def test_a_run_stands_for_its_last_weights_and_best_is_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(UsageError, match="no run directory"):
+        model_file(run)
+    (run / "model.safetensors").touch()
+    assert model_file(run).name == "model.safetensors"
+    with pytest.raises(UsageError, match="trained without"):
+        model_file(run, best=True)
+    (run / "best.safetensors").touch()
+    assert model_file(run, best=True).name == "best.safetensors"
+    assert model_file(run / "best.safetensors") == run / "best.safetensors"
+    with pytest.raises(UsageError, match="is a file"):
+        model_file(run / "model.safetensors", best=True)
+    with pytest.raises(UsageError, match="does not exist"):
+        model_file(tmp_path / "nothing", best=True)

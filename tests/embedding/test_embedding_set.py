@@ -39,7 +39,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert (len(made), made.dim, made.contract_id) == (70, 8, "model-a")
     assert [len(shard) for shard in made] == [32, 32, 6]
     np.testing.assert_array_equal(made.rows(0, 70), expected)
-    np.testing.assert_array_equal(np.concatenate(made.embeddings), expected)
+    np.testing.assert_array_equal(np.concatenate([shard.embeddings for shard in made]), expected)
     np.testing.assert_array_equal(made.ids, np.arange(70) * 10 + 5)
     np.testing.assert_array_equal(made.labels, np.arange(70) % 3)
     assert made.keys[69] == made.keys[-1] == "photo é 69.jpg"
@@ -62,13 +62,15 @@ def test_any_range_of_rows(tmp_path_factory: pytest.TempPathFactory, bounds: lis
 @given(strings=st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_strings_come_back(tmp_path_factory: pytest.TempPathFactory, strings: list[str]) -> None:
     folder = tmp_path_factory.getbasetemp()
-    save_strings(folder, "names", strings)
-    assert list(open_strings(folder.joinpath, "names", len(strings))) == strings
+    save_strings(folder, "names", iter([*strings, "x" * 70_000, "\udcff", ""]))
+    stored = open_strings(folder.joinpath, "names", len(strings) + 3)
+    assert list(stored) == [*strings, "x" * 70_000, "?", ""]
+    assert np.load(folder / "names.npy", allow_pickle=False).dtype == np.uint8
 
 
 def test_float16_halves_the_size_and_reads_as_float32(tmp_path: Path) -> None:
     half, full = make(tmp_path / "half", dtype="float16"), make(tmp_path / "full")
-    assert half.embeddings[0].dtype == np.float16
+    assert half.shards[0].embeddings.dtype == np.float16
     assert half.rows(0, 70).dtype == np.float32
     np.testing.assert_allclose(half.rows(0, 70), full.rows(0, 70), rtol=1e-3)
 
@@ -124,9 +126,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no plsc embedding set"):
         EmbeddingSet(tmp_path / "hollow")
     with pytest.raises(UsageError, match="labels reach 5"):
-        write_embedding_set(
-            tmp_path / "x", vectors, contract_id="m", labels=np.array([0, 1, 5]), class_names=["a", "b"]
-        )
+        write_embedding_set(tmp_path / "x", vectors, contract_id="m", labels=np.array([0, 1, 5]), class_names="ab")
     with pytest.raises(UsageError, match="not unique"):
         write_embedding_set(tmp_path / "x", vectors, contract_id="m", ids=np.array([1, 1, 2]))
     with pytest.raises(UsageError, match="no dtype 'int8'"):

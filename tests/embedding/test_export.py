@@ -41,9 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[plsc.models.Back
 
 
 @pytest.mark.slow
-def test_onnx_has_one_input_data_one_output_and_a_free_batch(
-    exported: tuple[plsc.models.Backbone, Path, dict[str, Any]],
-) -> None:
+def test_onnx_has_one_input_data_one_output_and_a_free_batch(exported):
     model, path, result = exported
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,), (answer,) = session.get_inputs(), session.get_outputs()
@@ -61,9 +59,7 @@ def test_onnx_has_one_input_data_one_output_and_a_free_batch(
     assert 0 <= result["max_abs_error"] <= 1e-4 * result["max_abs_value"]
 
 
-def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody(
-    exported: tuple[plsc.models.Backbone, Path, dict[str, Any]],
-) -> None:
+def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody(exported):
     _, path, result = exported
     model = onnx.load(str(path))
     onnx.checker.check_model(model, full_check=True)
@@ -118,12 +114,7 @@ def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size", "there"),
-    [
-        ("iresnet18", 112, "r18"),
-        ("mobilefacenet", 112, "mbf"),
-        ("mobilefacenet", 48, None),
-    ],
+    ("name", "size", "there"), [("iresnet18", 112, "r18"), ("mobilefacenet", 112, "mbf"), ("mobilefacenet", 48, None)]
 )
 def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | None, tmp_path: Path) -> None:
     model = small(name, size)
@@ -134,14 +125,10 @@ def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | N
     assert (result["arcface_torch"], result["max_abs_error"]) == (there, 0.0)
 
 
-def test_insightface_has_no_rotation_tta(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="arcface_torch has no turned:mobilefacenet"):
-        export.export_insightface(small("turned:mobilefacenet"), tmp_path / "m.pt")
-
-
-def test_insightface_has_no_timm(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="arcface_torch has no timm:test_vit"):
-        export.export_insightface(small("timm:test_vit"), tmp_path / "m.pt")
+def test_insightface_has_no_rotation_tta_and_no_timm(tmp_path: Path) -> None:
+    for name in ("turned:mobilefacenet", "timm:test_vit"):
+        with pytest.raises(UsageError, match=f"arcface_torch has no {name}"):
+            export.export_insightface(small(name), tmp_path / "m.pt")
     assert contents(tmp_path) == []
 
 
@@ -193,9 +180,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "torch", "insightface"])
-def test_the_command_writes_the_file_and_its_result(
-    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_file_and_its_result(kind, run, tmp_path, capsys):
     if kind != "insightface":  # a directory with a quicker backbone
         run = tmp_path
         plsc.models.save_model(small(), run / "model.safetensors")
@@ -234,15 +219,7 @@ def test_best_takes_the_weights_of_the_best_evaluation(tmp_path: Path) -> None:
         (["m.onnx", "--format", "torch", "--out", "m.pt2"], 2, "is an ONNX model"),
     ],
 )
-def test_the_command_answers_mistakes_in_one_line(
-    arguments: list[str],
-    code: int,
-    message: str,
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_answers_mistakes_in_one_line(arguments, code, message, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     Path("m.onnx").write_bytes(b"x")

@@ -27,16 +27,18 @@ SIZE = 16
 
 
 class Pictures(ImageDataset):
-    """Images made of their index; those in ``bad`` do not decode."""
+    """Images made of their index; those in ``bad`` do not decode, and at those of ``strikes`` something happens."""
 
     def __init__(
-        self, count: int, bad: tuple[int, ...] = (), pause: float = 0, names: tuple[str, ...] = ("a", "b")
+        self, count: int, bad: Any = (), pause: float = 0, names: Any = ("a", "b"), strikes: Any = None
     ) -> None:
         super().__init__(f"pictures of {count}", np.arange(count, dtype=np.int64) % 2, names, SIZE)
-        self.bad, self.pause = bad, pause
+        self.bad, self.pause, self.strikes = bad, pause, strikes or {}
 
     def image(self, index: int) -> torch.Tensor:
         time.sleep(self.pause)
+        if index in self.strikes:
+            self.strikes[index]()
         if index in self.bad:
             raise DataError(f"{self.key(index)} is truncated;\nreplace it")
         return torch.randint(0, 256, (3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
@@ -190,19 +192,14 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
 
 
 def _refused(mesh: Mesh, folder: Path) -> str:
-    try:
+    with pytest.raises(UsageError) as caught:
         run(mesh, folder, Pictures(5))
-    except UsageError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
 def test_a_folder_in_use_stops_every_rank(ranks: Any, tmp_path: Path) -> None:
     with sole_writer(tmp_path / "set"):
-        assert ["being written by another" in text for text in ranks(2, _refused, tmp_path / "set")] == [
-            True,
-            True,
-        ]
+        assert all("being written by another" in text for text in ranks(2, _refused, tmp_path / "set"))
 
 
 def test_embeddings_that_are_not_finite(tmp_path: Path) -> None:
@@ -227,6 +224,11 @@ def test_wrong_requests(tmp_path: Path) -> None:
         run(ONE, tmp_path / "set", Pictures(0))
     with pytest.raises(UsageError, match="cannot write into /proc/set"):
         run(ONE, Path("/proc/set"), pictures)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.jpg").touch()
+    with pytest.raises(UsageError, match="holds no embedding set"):
+        run(ONE, tmp_path / "mine", pictures, overwrite=True)
+    assert (tmp_path / "mine" / "mine.jpg").exists()
     pictures.image_size = 20
     with pytest.raises(UsageError, match="20 pixels; stand-in takes 16"):
         run(ONE, tmp_path / "set", pictures)
@@ -236,13 +238,8 @@ def test_wrong_requests(tmp_path: Path) -> None:
 
 
 def test_shards_grow_with_the_data() -> None:
-    assert [default_shard_rows(rows) for rows in (0, 1000, 10**5, 10**6, 10**8)] == [
-        256,
-        256,
-        2048,
-        16384,
-        32768,
-    ]
+    rows = (0, 1000, 10**5, 10**6, 10**8)
+    assert [default_shard_rows(count) for count in rows] == [256, 256, 2048, 16384, 32768]
 
 
 def _photo(path: Path, shade: int) -> None:
@@ -294,13 +291,8 @@ def test_links_are_followed_beside_loose_photos_as_in_a_folder_per_identity(tmp_
     assert beside.labels.tolist() == [0, 0, -1]
 
 
-class Deadly(Pictures):
-    """Kills the process that decodes its image 9, as the system does when memory runs out."""
-
-    def image(self, index: int) -> torch.Tensor:
-        if index == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().image(index)
+def _interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -311,7 +303,7 @@ def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path:
     with pytest.raises(UsageError, match="give --overwrite to start anew"):
         run(ONE, folder, Pictures(60), embedder=other)
     with pytest.raises(KeyboardInterrupt):
-        run(ONE, folder, Stopping(60), embedder=other, overwrite=True)
+        run(ONE, folder, Pictures(60, strikes={40: _interrupted}), embedder=other, overwrite=True)
     assert EmbeddingSet(folder, verify=True).contract_id == old
     assert any(new.glob("shard-*"))
     assert run(ONE, folder, Pictures(60), embedder=other, overwrite=True)["embedded"] < 60  # it goes on
@@ -321,23 +313,6 @@ def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path:
     assert run(ONE, folder, Pictures(60), overwrite=True)["embedded"] == 60
     assert EmbeddingSet(folder, verify=True).contract_id == old
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-class Stopping(Pictures):
-    """Is interrupted at image 40."""
-
-    def image(self, index: int) -> torch.Tensor:
-        if index == 40:
-            raise KeyboardInterrupt
-        return super().image(index)
-
-
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "mine.jpg").touch()
-    with pytest.raises(UsageError, match="holds no embedding set"):
-        run(ONE, tmp_path / "set", Pictures(5), overwrite=True)
-    assert (tmp_path / "set" / "mine.jpg").exists()
 
 
 def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
@@ -355,6 +330,7 @@ def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_decoding_process_that_dies(tmp_path: Path) -> None:
+    killed = {9: lambda: os.kill(os.getpid(), signal.SIGKILL)}  # as the system does when memory runs out
     with pytest.raises(DataError, match="a decoding process was killed"):
-        run(ONE, tmp_path / "set", Deadly(30), workers=1)
+        run(ONE, tmp_path / "set", Pictures(30, strikes=killed), workers=1)
     assert run(ONE, tmp_path / "set", Pictures(30))["rows"] == 30

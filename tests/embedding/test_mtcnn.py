@@ -2,7 +2,7 @@
 
 import pickle
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -68,17 +68,9 @@ def test_pictures_without_a_face_have_none(shape, detector):
 def test_threads_that_share_a_detector_find_the_same_bits(detector):
     picture = photo(300, 240, (100, 100, 30), (220, 120, 40))
     expected = detector.faces(picture)
-    found: dict[int, list] = {}
-    threads = [
-        threading.Thread(target=lambda n: found.update({n: detector.faces(picture)}), args=(number,))
-        for number in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for faces in found.values():
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: detector.faces(picture), range(4)))
+    for faces in found:
         for face, other in zip(faces, expected, strict=True):
             np.testing.assert_array_equal(face.landmarks, other.landmarks)
             np.testing.assert_array_equal(face.box, other.box)

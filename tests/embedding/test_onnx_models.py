@@ -94,9 +94,7 @@ def test_the_inputs_type_is_served_and_uint8_gets_the_pixels_themselves(dtype: s
         (("node_Sub", "node_Mul"), False),
     ],
 )
-def test_early_nodes_named_sub_and_mul_mean_that_the_model_normalises(
-    names: tuple[str, str], raw: bool, tmp_path: Path
-) -> None:
+def test_early_nodes_named_sub_and_mul_mean_that_the_model_normalises(names, raw, tmp_path):
     nodes = [
         helper.make_node("Identity", ["x"], ["a"], name=names[0]),
         helper.make_node("Identity", ["a"], ["b"], name=names[1]),
@@ -118,9 +116,7 @@ def test_early_nodes_named_sub_and_mul_mean_that_the_model_normalises(
         ([("Sub", [[[0.485]], [[0.456]], [[0.406]]]), ("Div", [[[0.229]], [[0.224]], [[0.225]]])], False),
     ],
 )
-def test_normalisation_in_the_graph_is_recognised_whatever_its_nodes_are_called(
-    operations: list[tuple[str, Any]], raw: bool, tmp_path: Path
-) -> None:
+def test_normalisation_in_the_graph_is_recognised_whatever_its_nodes_are_called(operations, raw, tmp_path):
     images = pictures(2, 32)
     nodes, constants, value = [], {}, "x"
     expected = images.float() if raw else (images.float() - 127.5) / 127.5
@@ -166,9 +162,7 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
         ({"dtype": "int64"}, "takes tensor.int64."),
     ],
 )
-def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(options, message, tmp_path):
     outputs = options.get("outputs", ("y",))
     if options.get("dtype") or len(options.get("shape", [0] * 4)) == 3:
         nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]

@@ -1,4 +1,4 @@
-"""The pipeline in front of the model: order, errors and what binds; and the engine's small batches on a CPU."""
+"""The pipeline in front of the model: order, errors, what binds, warnings of pictures; small batches on a CPU."""
 
 import subprocess
 import sys
@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from plsc import models
+from plsc.data.codec import decode_image, encode_image
 from plsc.embedding.embedder import CPU_BATCH, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.pipeline import Batch, StallTimes, embedded_batches
+from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError
 from plsc.tools.entry import main
 
@@ -32,7 +34,7 @@ class Stuck(ImageDataset):
         return str(index)
 
 stuck = Stuck("stuck", np.zeros(2, dtype=np.int64), ["a"], None)
-loader = decode_loader(stuck, [(0, 2)], preprocessing=Preprocessing(), batch_size=1, workers=1, pin=False)
+loader = decode_loader(stuck, [(0, 2)], Preprocessing(), batch_size=1, workers=1)
 next(iter(loader))
 """
 
@@ -131,3 +133,46 @@ def test_a_batch_of_none_is_refused(model, tmp_path, capsys):
     argv = ["embed", str(model), "--data", "avatars:3x2", "--out", str(tmp_path / "emb"), "--batch-size", "0"]
     assert main(argv) == 2
     assert "--batch-size 0" in capsys.readouterr().err
+
+
+def noise(height: int, width: int) -> torch.Tensor:
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def codes(picture: torch.Tensor, image_size: int = 112) -> list[str]:
+    return [warning.code for warning in picture_warnings(picture, image_size)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "shapes"),
+    [
+        ([], [(112, 112), (56, 56), (224, 224), (120, 112)]),
+        (["not_square"], [(112, 96), (2000, 3000)]),
+        (["wrong_size"], [(250, 250), (40, 40)]),
+        (["wrong_size", "uniform"], [(1, 1)]),
+    ],
+)
+def test_the_shape_of_a_crop(expected, shapes):
+    assert [codes(noise(*shape)) for shape in shapes] == [expected] * len(shapes)
+
+
+def test_uniform_pictures() -> None:
+    for colour in (0, 255, 128):
+        assert codes(torch.full((3, 112, 112), colour, dtype=torch.uint8)) == ["uniform"]
+    stored = encode_image(torch.full((3, 112, 112), 90, dtype=torch.uint8))
+    assert codes(decode_image(stored, "grey")) == ["uniform"]
+    red = torch.zeros(3, 112, 112, dtype=torch.uint8)
+    red[0] = 255
+    assert codes(red) == ["uniform"]
+
+
+def test_a_dark_crop_and_thin_strokes_are_not_uniform() -> None:
+    assert codes(noise(112, 112) // 16) == []
+    strokes = torch.full((3, 105, 105), 255, dtype=torch.uint8)
+    strokes[:, 20:80, 50:53] = 0
+    assert codes(strokes, 64) == []
+
+
+def test_a_warning_says_what_it_is_about() -> None:
+    (warning,) = picture_warnings(noise(250, 250), 112)
+    assert warning.message == "250x250 pixels are far from the model's 112x112"

@@ -123,9 +123,7 @@ CHANGES: dict[str, Callable[[Members], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_could_run_code_is_refused(
-    what: str, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_run_code_is_refused(what, members, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changed = dict(members)
     CHANGES[what](changed)

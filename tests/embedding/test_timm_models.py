@@ -118,9 +118,7 @@ def test_every_engine_gives_timms_logits(kind: str, model: Published, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_commands_that_embed_and_evaluate_give_timms_logits(
-    model: Published, pictures: Path, tmp_path: Path
-) -> None:
+def test_the_commands_that_embed_and_evaluate_give_timms_logits(model, pictures, tmp_path):
     out = tmp_path / "set"
     assert main(["embed", str(model.file), "--data", str(pictures), "--out", str(out)]) == 0
     close(np.concatenate([shard.embeddings for shard in EmbeddingSet(out)]), model.logits(read(pictures)))

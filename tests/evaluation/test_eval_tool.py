@@ -11,6 +11,15 @@ from plsc.tools.entry import main
 SET = "avatars:6x4@900"
 
 
+def pictures(folder, shots, sizes):
+    """A folder for each of some people, with ``shots`` pictures of noise: {name: (height, width)}."""
+    for person, size in sizes.items():
+        (folder / person).mkdir()
+        for number in range(shots):
+            pixels = torch.randint(0, 256, (3, *size), dtype=torch.uint8)
+            (folder / person / f"{number}.png").write_bytes(encode_image(pixels, "png"))
+
+
 @pytest.mark.slow
 def test_it_prints_a_table_and_writes_result_and_pictures(tmp_path, capsys):
     out, roc, scores = tmp_path / "result.json", tmp_path / "roc.png", tmp_path / "scores.svg"
@@ -36,11 +45,7 @@ def test_files_are_replaced_only_when_asked(tmp_path, capsys):
 
 
 def test_pictures_that_are_no_crops_are_counted(tmp_path, capsys):
-    for person in "ab":
-        (tmp_path / person).mkdir()
-        for number in range(2):
-            pixels = torch.randint(0, 256, (3, 40, 32 if person == "a" else 40), dtype=torch.uint8)
-            (tmp_path / person / f"{number}.png").write_bytes(encode_image(pixels, "png"))
+    pictures(tmp_path, 2, {"a": (40, 32), "b": (40, 40)})
     assert main(["eval", "raw-pixels", "--data", str(tmp_path), "--image-size", "32"]) == 0
     warning = "warning: 2 of 4 pictures may not be cropped as the model expects"
     assert (error := capsys.readouterr().err).count(warning) == 1
@@ -48,10 +53,7 @@ def test_pictures_that_are_no_crops_are_counted(tmp_path, capsys):
 
 
 def test_classes_of_one_image_are_refused(tmp_path, capsys):
-    for person in "ab":
-        (tmp_path / person).mkdir()
-        pixels = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
-        (tmp_path / person / "0.png").write_bytes(encode_image(pixels, "png"))
+    pictures(tmp_path, 1, {"a": (32, 32), "b": (32, 32)})
     argv = ["eval", "raw-pixels", "--image-size", "32", "--data", str(tmp_path)]
     line = f"{tmp_path.name}: no class has two images, so there is nothing to compare"
     assert main([*argv, "--json", str(tmp_path / "result.json")]) == 1

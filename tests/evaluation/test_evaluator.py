@@ -13,7 +13,7 @@ from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate, identification, raw_pixels, verification
 from plsc.evaluation.evaluator import set_names
 from plsc.evaluation.pairs import unit_rows_float32
-from plsc.evaluation.retrieval import no_retrieval, retrieval
+from plsc.evaluation.search import no_retrieval, retrieval
 from plsc.parallel import Mesh
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
@@ -33,15 +33,19 @@ def png(pixels):
     return buffer.getvalue()
 
 
+def drawn(root, images, noise=0.3):
+    """A folder of a folder per identity, with so many ``images`` of each."""
+    for identity, count in enumerate(images):
+        (root / f"id{identity:02d}").mkdir(parents=True)
+        for image in range(count):
+            (root / f"id{identity:02d}" / f"{image}.png").write_bytes(png(picture(identity, image, noise=noise)))
+    return root
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Twelve identities with 1 to 5 images, noisy enough for errors."""
-    root = tmp_path_factory.mktemp("sets") / "unseen"
-    for identity in range(12):
-        (root / f"id{identity:02d}").mkdir(parents=True)
-        for image in range(1 + identity % 5):
-            (root / f"id{identity:02d}" / f"{image}.png").write_bytes(png(picture(identity, image, noise=0.8)))
-    return root
+    return drawn(tmp_path_factory.mktemp("sets") / "unseen", [1 + identity % 5 for identity in range(12)], noise=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +148,10 @@ def test_an_unreadable_image_takes_its_pair_along_and_is_named(tmp_path, pairs, 
 
 
 def test_an_unreadable_file_is_left_out_on_every_rank(ranks, tmp_path, capsys):
-    for identity in range(4):
-        (tmp_path / "some" / str(identity)).mkdir(parents=True)
-        for image in range(3):
-            data = png(picture(identity, image))
-            (tmp_path / "some" / str(identity) / f"{image}.png").write_bytes(data[:30] if image == identity else data)
+    drawn(tmp_path / "some", [3] * 4)
+    for identity in range(3):
+        path = tmp_path / "some" / f"id{identity:02d}" / f"{identity}.png"
+        path.write_bytes(path.read_bytes()[:30])
     alone = judge(raw_pixels, [tmp_path / "some"], batch_size=2, curves=True)
     assert alone["some"]["unreadable"] == 3
     assert alone["some"]["genuine_pairs"] == 3 + 3 * 1
@@ -169,11 +172,9 @@ def spoilt(images):
 
 
 def fails_on_rank(mesh, embed, sets):
-    try:
+    with pytest.raises(DataError) as caught:
         evaluate(embed, sets, image_size=24, mesh=mesh, batch_size=5, quiet=True)
-    except DataError as error:
-        return str(error)
-    return "no error"
+    return str(caught.value)
 
 
 def test_embeddings_that_are_not_finite_are_named_on_every_rank(ranks, folder):
@@ -185,19 +186,13 @@ def test_embeddings_that_are_not_finite_are_named_on_every_rank(ranks, folder):
 
 
 def test_one_identity_has_no_impostors(tmp_path):
-    (tmp_path / "one" / "me").mkdir(parents=True)
-    for image in range(4):
-        (tmp_path / "one" / "me" / f"{image}.png").write_bytes(png(picture(0, image)))
-    result = judge(raw_pixels, [tmp_path / "one"], curves=True)["one"]
+    result = judge(raw_pixels, [drawn(tmp_path / "one", [4])], curves=True)["one"]
     assert result["accuracy"] is result["auc"] is result["eer"] is result["roc"] is None
     assert (result["impostor_pairs"], result["genuine_pairs"], result["rank1"]) == (0, 6, 1.0)
 
 
 def test_one_image_each_gives_impostors_alone(tmp_path):
-    for identity in range(5):
-        (tmp_path / "crowd" / str(identity)).mkdir(parents=True)
-        (tmp_path / "crowd" / str(identity) / "a.png").write_bytes(png(picture(identity, 0)))
-    result = judge(raw_pixels, [tmp_path / "crowd"])["crowd"]
+    result = judge(raw_pixels, [drawn(tmp_path / "crowd", [1] * 5)])["crowd"]
     assert result["accuracy"] is result["auc"] is result["rank1"] is None
     assert result["impostor_pairs"] == 10
 

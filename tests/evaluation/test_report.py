@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from plsc.errors import UsageError
-from plsc.evaluation.evaluator import plot_data
-from plsc.evaluation.pairs import roc_summary
 from plsc.evaluation.report import percent, results_table, roc_figure, score_figure
-from plsc.evaluation.retrieval import no_retrieval
-from plsc.evaluation.roc import roc_from_scores
+from plsc.evaluation.roc import plot_data, roc_from_scores, roc_summary
+from plsc.evaluation.search import no_retrieval
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def test_pictures_are_written_in_each_form(results, draw, tmp_path):
 @pytest.mark.parametrize("draw", [roc_figure, score_figure])
 def test_a_picture_can_be_kept_in_memory(results, draw):
     buffer = io.BytesIO()
-    draw(results, buffer, "svg")
+    draw(results, buffer)
     assert ElementTree.fromstring(buffer.getvalue()).tag.endswith("svg")
 
 

@@ -15,9 +15,10 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import read_manifest, write_manifest
 from plsc.index import Index
 from plsc.index.build import build
-from plsc.index.check import check
+from plsc.index.index import check
 from plsc.index.query import answer, open_queries
 from plsc.index.recall import choose_held_out
+from plsc.index.tuning import BuildOptions
 
 Vectors = npt.NDArray[np.float32]
 
@@ -47,6 +48,12 @@ def brute_force(queries: Vectors, base: Vectors, k: int) -> npt.NDArray[np.float
 def faces(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingSet:
     vectors, labels = clustered(400, 10, 32)
     return make(tmp_path_factory.mktemp("faces") / "set", vectors, labels)
+
+
+@pytest.fixture(scope="module")
+def exact(faces: EmbeddingSet, tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """An exact index of all of them."""
+    return Index.build([faces], tmp_path_factory.mktemp("exact") / "idx", quiet=True)
 
 
 @pytest.mark.parametrize("kind", ["exact", "ivf", "hnsw"])
@@ -89,9 +96,7 @@ def test_the_effort_grows_with_the_number_of_neighbours(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_held_out_rows_are_outside_the_structure_and_still_found(
-    faces: EmbeddingSet, tmp_path: Path, kind: str
-) -> None:
+def test_held_out_rows_are_outside_the_structure_and_still_found(faces, tmp_path, kind):
     index = Index.build([faces], tmp_path / "idx", kind=kind, recall=0.9, quiet=True)
     assert index.held_out == 400
     assert index.structure.ntotal == 3600
@@ -113,9 +118,7 @@ def test_more_neighbours_than_cells_hold_and_than_there_are(faces: EmbeddingSet,
 
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 40), dim=st.integers(1, 9), k=st.integers(1, 60), seed=st.integers(0, 10**6))
-def test_exact_search_of_any_size(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, dim: int, k: int, seed: int
-) -> None:
+def test_exact_search_of_any_size(tmp_path_factory, rows, dim, k, seed):
     folder = tmp_path_factory.mktemp("any")
     random = np.random.default_rng(seed)
     vectors = random.standard_normal((rows, dim)).astype(np.float32)
@@ -211,19 +214,19 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
     ]
     for sets, more, error, text in wrong:
         with pytest.raises(error, match=text):
-            build(sets, tmp_path / "idx", quiet=True, **more)
+            build(sets, tmp_path / "idx", BuildOptions(quiet=True, **more))
         assert not (tmp_path / "idx").exists()
     empty = make(tmp_path / "e", np.empty((0, 4), np.float32))
     zeros = make(tmp_path / "z", np.zeros((3, 4), np.float32))
     for nothing in (empty, zeros):
         with pytest.raises(DataError, match="no embedding that can be searched"):
-            build([nothing], tmp_path / "idx", quiet=True)
+            build([nothing], tmp_path / "idx", BuildOptions(quiet=True))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(UsageError, match="holds no index"):
-        build([small], tmp_path / "taken", quiet=True)
+        build([small], tmp_path / "taken", BuildOptions(quiet=True))
     with pytest.raises(UsageError, match="cannot write"):
-        build([small], Path("/proc/idx"), quiet=True)
+        build([small], Path("/proc/idx"), BuildOptions(quiet=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "o", "s", "taken", "w", "z"], (
         "nothing is left behind"
     )
@@ -243,12 +246,11 @@ def test_a_damaged_set_is_refused_and_a_rebuild_replaces(faces: EmbeddingSet, tm
     assert Index.open(tmp_path / "idx").dim == 32, "the older index stays"
 
 
-def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
+def test_wrong_queries(faces: EmbeddingSet, exact: Index, tmp_path: Path) -> None:
     good = faces.rows(0, 2)
     for k in (0, -1):
         with pytest.raises(UsageError, match=f"at least 1, not {k}"):
-            index.search(good, k)
+            exact.search(good, k)
     bad = good.copy()
     bad[1, 3] = np.nan
     for queries, text in (
@@ -260,8 +262,8 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
         ([[1.0] * 32, [1.0]], "rows of different lengths"),
     ):
         with pytest.raises(UsageError, match=text):
-            index.search(queries, 1)
-    assert index.search(np.empty((0, 32)), 5).ids.shape == (0, 5)
+            exact.search(queries, 1)
+    assert exact.search(np.empty((0, 32)), 5).ids.shape == (0, 5)
     with pytest.raises(UsageError, match=r"there is no folder .*elsewhere"):
         Index.open(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="is no plsc index"):
@@ -269,21 +271,19 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-200, 1e-300, 1e200, 1e300])
-def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, tmp_path: Path, factor: float) -> None:
+def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, exact: Index, factor: float) -> None:
     """Even where its square is no number that float64 can hold."""
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
     good = faces.rows(0, 4).astype(np.float64)
-    expected, found = index.search(good, 3), index.search(good * factor, 3)
+    expected, found = exact.search(good, 3), exact.search(good * factor, 3)
     assert np.array_equal(found.rows, expected.rows)
     assert np.allclose(found.scores, expected.scores, atol=1e-6)
 
 
-def test_queries_from_a_set(faces: EmbeddingSet, tmp_path: Path) -> None:
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
+def test_queries_from_a_set(faces: EmbeddingSet, exact: Index, tmp_path: Path) -> None:
     vectors = faces.rows(0, 4)
     vectors[1], vectors[2, 0] = 0, np.inf
     make(tmp_path / "q", vectors, keys=["a", "b", "c", "d"], errors={3: "broken JPEG"})
-    answers = answer(index, open_queries(index, tmp_path / "q"), 2)
+    answers = answer(exact, open_queries(exact, tmp_path / "q"), 2)
     assert [a["query"] for a in answers] == ["a", "b", "c", "d"]
     best = answers[0]["matches"][0]
     assert best["key"] == "0"
@@ -295,9 +295,9 @@ def test_queries_from_a_set(faces: EmbeddingSet, tmp_path: Path) -> None:
     assert answers[3]["error"] == "broken JPEG"
     make(tmp_path / "other", vectors[:1], contract="another")
     with pytest.raises(UsageError, match="another model or preprocessing"):
-        open_queries(index, tmp_path / "other")
+        open_queries(exact, tmp_path / "other")
     with pytest.raises(UsageError, match="there is no"):
-        open_queries(index, tmp_path / "nothing.jpg")
+        open_queries(exact, tmp_path / "nothing.jpg")
 
 
 def test_held_out_rows_prefer_identities_that_stay_known() -> None:
@@ -316,9 +316,7 @@ def test_a_recall_of_the_nearest_alone_takes_less_effort(faces: EmbeddingSet, tm
     assert one["recall"]["recall@1"] >= 0.98 > one["recall"]["recall@10"]
 
 
-def test_a_recall_out_of_reach_is_said_and_leaves_nothing(
-    faces: EmbeddingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recall_out_of_reach_is_said_and_leaves_nothing(faces, tmp_path, monkeypatch):
     monkeypatch.setattr("plsc.index.ann.HNSW_MAX_EFFORT", 16)
     with pytest.raises(UsageError, match=r"hnsw finds 0\.\d+ of the nearest rows at most, and --recall asks for 1"):
         Index.build([faces], tmp_path / "idx", kind="hnsw", recall=1.0, quiet=True)

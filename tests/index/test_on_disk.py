@@ -5,20 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from plsc.embedding.columns import open_strings, save_strings
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import IntegrityError, UsageError
 from plsc.index import Index, ann
 from plsc.index.build import build
-from plsc.index.check import check
+from plsc.index.index import check
 from plsc.index.on_disk import LISTS_FILE, MemoryBudget
+from plsc.index.tuning import BuildOptions
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -80,17 +78,10 @@ def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ivf", "pq"])
-def test_a_structure_merged_on_disk_finds_the_same(
-    sets: list[EmbeddingSet],
-    tmp_path: Path,
-    small: int,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_structure_merged_on_disk_finds_the_same(sets, tmp_path, small, kind, monkeypatch, capfd):
     monkeypatch.setitem(ann.MIN_ROWS, "pq", 3000)
     limit = small if kind == "ivf" else 4000 * 96 + 150_000
-    made = build(sets, tmp_path / "idx", kind=kind, recall=0.9, memory=limit, quiet=True)
+    made = build(sets, tmp_path / "idx", BuildOptions(kind=kind, recall=0.9, memory=limit, quiet=True))
     assert capfd.readouterr().out == ""
     assert (tmp_path / "idx" / LISTS_FILE).stat().st_size > 3600 * 8
     assert sorted(made["files"]) == sorted(p.name for p in (tmp_path / "idx").iterdir() if p.name != "manifest.json")
@@ -110,11 +101,9 @@ def test_a_structure_merged_on_disk_finds_the_same(
     assert check(tmp_path / "moved")["recall"] == made["recall"]
 
 
-def test_an_exact_index_within_memory_is_the_same_file_for_file(
-    sets: list[EmbeddingSet], tmp_path: Path, small: int
-) -> None:
+def test_an_exact_index_within_memory_is_the_same_file_for_file(sets, tmp_path, small):
     for name, memory in (("with", small), ("without", None)):
-        build(sets, tmp_path / name, kind="exact", memory=memory, quiet=True)
+        build(sets, tmp_path / name, BuildOptions(kind="exact", memory=memory, quiet=True))
     names = sorted(path.name for path in (tmp_path / "with").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "without").iterdir())
     for name in set(names) - {"manifest.json"}:
@@ -122,7 +111,7 @@ def test_an_exact_index_within_memory_is_the_same_file_for_file(
 
 
 def test_a_flipped_bit_in_the_cells_is_named(sets: list[EmbeddingSet], tmp_path: Path, small: int) -> None:
-    build(sets, tmp_path / "idx", kind="ivf", recall=0.5, memory=small, quiet=True)
+    build(sets, tmp_path / "idx", BuildOptions(kind="ivf", recall=0.5, memory=small, quiet=True))
     path = tmp_path / "idx" / LISTS_FILE
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -132,31 +121,27 @@ def test_a_flipped_bit_in_the_cells_is_named(sets: list[EmbeddingSet], tmp_path:
             Index.open(tmp_path / "idx", verify=verify)
 
 
-def test_what_auto_gives_up_leaves_no_cells(
-    sets: list[EmbeddingSet], tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_auto_gives_up_leaves_no_cells(sets, tmp_path, small, monkeypatch):
     monkeypatch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
     monkeypatch.setattr("plsc.index.tuning._speed_over_exact", lambda *_: 0.5)
-    assert build(sets, tmp_path / "idx", memory=small, recall=0.5, quiet=True)["kind"] == "exact"
+    assert build(sets, tmp_path / "idx", BuildOptions(memory=small, recall=0.5, quiet=True))["kind"] == "exact"
     assert not (tmp_path / "idx" / LISTS_FILE).exists()
     check(tmp_path / "idx")
 
 
 def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small: int) -> None:
     with pytest.raises(UsageError, match="hnsw keeps all 3,600 rows in memory"):
-        build(sets, tmp_path / "idx", kind="hnsw", memory=small, quiet=True)
+        build(sets, tmp_path / "idx", BuildOptions(kind="hnsw", memory=small, quiet=True))
     with pytest.raises(UsageError, match=r"too little for 4,000 rows of 32: at least \d+ MB"):
-        build(sets, tmp_path / "idx", kind="ivf", memory=1000, quiet=True)
+        build(sets, tmp_path / "idx", BuildOptions(kind="ivf", memory=1000, quiet=True))
     assert list(tmp_path.iterdir()) == []
     assert MemoryBudget(4 * 10**9, 10**6, 512, tmp_path).holds("pq")
     assert not MemoryBudget(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
-    sets: list[EmbeddingSet], tmp_path: Path
-) -> None:
-    build(sets[:1], tmp_path / "idx", kind="exact", quiet=True)
+def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(sets, tmp_path):
+    build(sets[:1], tmp_path / "idx", BuildOptions(kind="exact", quiet=True))
     script = (
         "import sys, time, plsc.index.on_disk as m; from pathlib import Path\n"
         "m.FIXED_BYTES, m.LEAST_BYTES, m._TRAINED_AT_ONCE = 0, 1, 64\n"
@@ -164,8 +149,9 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
         "def slow(*more): add(*more); print('added', flush=True); time.sleep(60 if more[2] else 0)\n"
         "m._add = slow\n"
         "from plsc.index.build import build\n"
-        "build(sys.argv[2:], Path(sys.argv[1]), kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True, "
-        "overwrite=True)\n"
+        "from plsc.index.tuning import BuildOptions\n"
+        "options = BuildOptions(kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True)\n"
+        "build(sys.argv[2:], Path(sys.argv[1]), options, overwrite=True)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "idx"), *(str(one.folder) for one in sets)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -176,18 +162,7 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
     left = [path.name for path in tmp_path.iterdir()]
     assert sorted(left) == [".idx.building", "idx"], "the cut build is apart, and the next one takes its place"
     with pytest.raises(UsageError, match="exists already: give --overwrite"):
-        build(sets, tmp_path / "idx", kind="exact", quiet=True)
-    build(sets, tmp_path / "idx", kind="exact", quiet=True, overwrite=True)
+        build(sets, tmp_path / "idx", BuildOptions(kind="exact", quiet=True))
+    build(sets, tmp_path / "idx", BuildOptions(kind="exact", quiet=True), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["idx"]
     assert len(Index.open(tmp_path / "idx")) == 4000
-
-
-def test_string_columns_are_written_as_they_come(tmp_path: Path) -> None:
-    texts = ["", "a", "é🙂", "x" * 70_000, "\udcff", ""]
-    save_strings(tmp_path, "keys", iter(texts))
-    stored = open_strings(tmp_path.joinpath, "keys", len(texts))
-    assert list(stored) == ["", "a", "é🙂", "x" * 70_000, "?", ""]
-    data: npt.NDArray[Any] = np.load(tmp_path / "keys.npy", allow_pickle=False)
-    assert data.dtype == np.uint8
-    save_strings(tmp_path, "none", iter([]))
-    assert list(open_strings(tmp_path.joinpath, "none", 0)) == []

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError, UsageError
-from plsc.index.scan import ExactScan, ScanCopy
+from plsc.index.scan import ExactScan, ExactSearch, ScanCopy
 from plsc.native import build
+from plsc.native.scan import load_scan
 
 
 @pytest.fixture(autouse=True, params=["no compiler", *build.available_paths()])
@@ -203,3 +204,18 @@ def test_what_does_not_fit_is_refused():
         scan.search(vectors, -1)
     with pytest.raises(UsageError, match=r"bool \[20\]"):
         scan.search(vectors, 1, allowed=np.ones(19, dtype=bool))
+
+
+@pytest.mark.parametrize("least", [0, 1 << 22])
+def test_answers_before_and_after_the_copy_are_the_same(monkeypatch, least):
+    """Which brute force answers is a matter of speed."""
+    monkeypatch.setattr("plsc.index.scan.SCAN_FROM", least)
+    vectors, queries = rows_of(3000, 40), rows_of(12, 40, 1)
+    truth = oracle(queries, vectors, 10)[1]
+    search = ExactSearch(vectors)
+    for k in (10, 5000):
+        for _ in range(3):
+            scores, rows = search.search(queries, k)
+            np.testing.assert_array_equal(rows[:, :10], truth)
+            assert rows.shape == scores.shape == (12, min(k, 3000))
+    assert (search._scan is not None) == (load_scan() is not None and least == 0)

@@ -25,41 +25,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("commands")
     for seed, name in enumerate(("model", "other")):
         torch.manual_seed(seed)
-        models.save_model(
-            models.create("mobilefacenet", embedding_dim=32, image_size=48).eval(),
-            folder / f"{name}.safetensors",
-        )
-    assert (
-        main(
-            [
-                "embed",
-                str(folder / "model.safetensors"),
-                "--data",
-                PEOPLE,
-                "--out",
-                str(folder / "gallery.emb"),
-                "--workers",
-                "0",
-            ]
-        )
-        == 0
-    )
-    assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(folder / "gallery.idx")]) == 0
+        model = models.create("mobilefacenet", embedding_dim=32, image_size=48).eval()
+        models.save_model(model, folder / f"{name}.safetensors")
+    run(folder, f"embed @model.safetensors --data {PEOPLE} --out @gallery.emb --workers 0")
+    run(folder, "index build @gallery.emb --out @gallery.idx")
     Image.fromarray(open_dataset(PEOPLE, image_size=48).image(0).permute(1, 2, 0).numpy()).save(folder / "query.png")
     return folder
 
 
-def run(folder: Path, *argv: str) -> Any:
-    """Run a command in which @name means folder/name; its JSON result."""
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    assert main([text.replace("@", f"{folder}/") for text in (*argv, "--json", "@result.json")]) == 0
-    return json.loads(result.read_text())
+def command(folder: Path, line: str) -> int:
+    """The exit code of a command in which @name means folder/name."""
+    return main([word.replace("@", f"{folder}/") for word in line.split()])
+
+
+def run(folder: Path, line: str) -> Any:
+    """The JSON result of a command."""
+    assert command(folder, f"{line} --json @result.json --overwrite") == 0
+    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.mark.slow
 def test_an_image_finds_itself_and_its_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run(folder, "index", "search", "@gallery.idx", "--query", "@query.png", "--k", "3")
+    answer = run(folder, "index search @gallery.idx --query @query.png --k 3")
     (query,) = answer["queries"]
     assert query["query"] == "query.png"
     best = query["matches"][0]
@@ -71,7 +58,7 @@ def test_an_image_finds_itself_and_its_class(folder: Path, capsys: pytest.Captur
 
 
 def test_a_set_finds_itself_whatever_k(folder: Path) -> None:
-    answer = run(folder, "index", "search", "@gallery.idx", "--query", "@gallery.emb", "--k", "1000", "--threads", "1")
+    answer = run(folder, "index search @gallery.idx --query @gallery.emb --k 1000 --threads 1")
     keys = list(EmbeddingSet(folder / "gallery.emb").keys)
     assert [query["query"] for query in answer["queries"]] == keys
     assert all(len(query["matches"]) == 48 for query in answer["queries"])
@@ -82,64 +69,40 @@ def test_a_set_finds_itself_whatever_k(folder: Path) -> None:
     np.testing.assert_allclose(scores, -np.sort(-(vectors @ vectors.T), axis=1), atol=1e-6)
 
 
-def test_a_pipe_gets_all_queries_and_a_terminal_the_first(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search = ["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "gallery.emb"), "--k", "1"]
+def test_a_pipe_gets_all_queries_and_a_terminal_the_first(folder, capsys, monkeypatch):
+    search = "index search @gallery.idx --query @gallery.emb --k 1"
     keys = list(EmbeddingSet(folder / "gallery.emb").keys)
-    assert main(search) == 0
+    assert command(folder, search) == 0
     assert capsys.readouterr().out.splitlines()[::2] == keys
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main(search) == 0
+    assert command(folder, search) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1:2] == keys[:20]
     assert lines[-1] == "… and 28 more queries: a pipe or --json FILE gets all"
 
 
 def test_flip_is_remembered_by_the_contract(folder: Path) -> None:
-    run(
-        folder,
-        "embed",
-        "@model.safetensors",
-        "--data",
-        PEOPLE,
-        "--out",
-        "@flip.emb",
-        "--flip",
-        "--workers",
-        "0",
-    )
-    run(folder, "index", "build", "@flip.emb", "--out", "@flip.idx")
-    answer = run(folder, "index", "search", "@flip.idx", "--query", "@query.png", "--k", "1")
+    run(folder, f"embed @model.safetensors --data {PEOPLE} --out @flip.emb --flip --workers 0")
+    run(folder, "index build @flip.emb --out @flip.idx")
+    answer = run(folder, "index search @flip.idx --query @query.png --k 1")
     assert answer["queries"][0]["matches"][0]["score"] == pytest.approx(1, abs=1e-4)
 
 
 def test_check_says_what_it_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(folder, "index", "check", "@gallery.idx")
+    result = run(folder, "index check @gallery.idx")
     assert (result["rows"], result["recall"]["recall@1"], result["recall"]["recall@10"]) == (48, 1.0, 1.0)
     assert "sound; 48 rows of 32" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (
-        "embed",
-        "@model.safetensors",
-        "--data",
-        PEOPLE,
-        "--out",
-        "@two.emb",
-        "--nproc",
-        "2",
-        "--workers",
-        "0",
-    )
-    assert run(folder, *argv)["embedded"] == 48
-    assert (
-        EmbeddingSet(folder / "two.emb", verify=True).rows(0, 48).tobytes()
-        == EmbeddingSet(folder / "gallery.emb").rows(0, 48).tobytes()
-    )
-    again = run(folder, *argv[:-4], "--workers", "0")
+    line = f"embed @model.safetensors --data {PEOPLE} --out @two.emb --workers 0"
+    assert command(folder, f"{line} --nproc 2 --json @two.json") == 0
+    assert json.loads((folder / "two.json").read_text())["embedded"] == 48
+    sets = (EmbeddingSet(folder / name, verify=True) for name in ("two.emb", "gallery.emb"))
+    assert len({made.rows(0, 48).tobytes() for made in sets}) == 1
+    assert command(folder, f"{line} --json @again.json") == 0
+    again = json.loads((folder / "again.json").read_text())
     assert (again["rows"], again["embedded"], again["images_per_second"]) == (48, 0, None)
 
 
@@ -171,10 +134,8 @@ def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFix
         ("index check @missing", 2, "there is no folder"),
     ],
 )
-def test_one_line_for_every_mistake(
-    folder: Path, capsys: pytest.CaptureFixture[str], argv: str, code: int, text: str
-) -> None:
-    assert main([word.replace("@", f"{folder}/") for word in argv.split()]) == code
+def test_one_line_for_every_mistake(folder, capsys, argv, code, text):
+    assert command(folder, argv) == code
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert text in error
@@ -183,14 +144,14 @@ def test_one_line_for_every_mistake(
 
 def test_a_broken_query_image_and_a_model_that_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "broken.jpg").write_bytes(b"\xff\xd8 not a picture")
-    assert main(["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "broken.jpg")]) == 1
+    assert command(folder, "index search @gallery.idx --query @broken.jpg") == 1
     assert "broken.jpg" in capsys.readouterr().err
     (folder / "model.safetensors").rename(folder / "moved.safetensors")
-    search = ["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "query.png")]
+    search = "index search @gallery.idx --query @query.png"
     try:
-        assert main(search) == 2
+        assert command(folder, search) == 2
         assert "is not there any more; name it with --model" in capsys.readouterr().err
-        assert main([*search, "--model", str(folder / "moved.safetensors")]) == 0
+        assert command(folder, f"{search} --model @moved.safetensors") == 0
     finally:
         (folder / "moved.safetensors").rename(folder / "model.safetensors")
 
@@ -199,23 +160,23 @@ def test_a_query_that_is_no_crop_is_warned_of(folder: Path, tmp_path: Path, caps
     from PIL import Image
 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 200, 3), dtype=np.uint8)).save(tmp_path / "raw.png")
-    answer = run(folder, "index", "search", "@gallery.idx", "--query", str(tmp_path / "raw.png"), "--k", "1")
+    answer = run(folder, f"index search @gallery.idx --query {tmp_path}/raw.png --k 1")
     assert answer["queries"][0]["warning"] == "200x90 pixels are not square"
     assert capsys.readouterr().err == (
         "warning: 1 of 1 picture may not be cropped as the model expects, so that scores mean little; "
         "the first, raw.png: 200x90 pixels are not square (docs/faces.md)\n"
     )
-    assert "warning" not in run(folder, "index", "search", "@gallery.idx", "--query", "@query.png")["queries"][0]
+    assert "warning" not in run(folder, "index search @gallery.idx --query @query.png")["queries"][0]
 
 
 def test_a_damaged_set_is_no_query(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(folder, "embed", "@model.safetensors", "--data", PEOPLE, "--out", "@bad.emb", "--workers", "0")
+    run(folder, f"embed @model.safetensors --data {PEOPLE} --out @bad.emb --workers 0")
     for name in ("shard-00000/embeddings.npy", "manifest.json"):
         path = folder / "bad.emb" / name
         sound = path.read_bytes()
         path.write_bytes(sound[:300] + bytes([sound[300] ^ 4]) + sound[301:])
         capsys.readouterr()
-        assert main(["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "bad.emb")]) == 1
+        assert command(folder, "index search @gallery.idx --query @bad.emb") == 1
         assert f"{name} is corrupt" in capsys.readouterr().err
         path.write_bytes(sound)
 
@@ -229,5 +190,5 @@ def test_help_is_for_newcomers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_former_name_of_max_memory_still_works_and_warns(folder: Path, tmp_path: Path, capsys: Any) -> None:
     for option, warning in (("--max-memory", ""), ("--memory", "plsc: --memory is deprecated: write --max-memory\n")):
-        assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(tmp_path / "x"), option, "1kB"]) == 2
+        assert command(folder, f"index build @gallery.emb --out {tmp_path}/x {option} 1kB") == 2
         assert capsys.readouterr().err.startswith(f"{warning}plsc index: error: 0 MB of memory are too little")

@@ -1,4 +1,4 @@
-"""Approximate search with filters, which must never come back short, and the choice of it by latency."""
+"""Approximate search with filters, which must never come back short, its choice by latency, and its recall in use."""
 
 import time
 
@@ -7,9 +7,10 @@ import pytest
 
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError
-from plsc.index import Index, ann
+from plsc.index import Index, ann, tuning
 from plsc.index.ann import ApproximateSearch
-from plsc.index.check import check
+from plsc.index.index import check
+from plsc.index.recall import MIN_SAMPLES, SAMPLE_EVERY, RecallMonitor, recall_of
 from plsc.index.scan import ExactScan
 from plsc.index.tuning import PlanningStopped, plan_search
 from plsc.tools.entry import main
@@ -48,7 +49,7 @@ def gallery():
 @pytest.fixture(scope="module", params=["ivf", "hnsw"])
 def search(request, gallery):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plsc.index.tuning.KINDS", (request.param,))
+        patch.setattr("plsc.index.tuning.TRIED", (request.param,))
         found = plan_search(Slow(gallery[0]), gallery[0], gallery[1], 10.0, recall=0.95)
     assert found is not None
     assert found.kind == request.param
@@ -56,11 +57,12 @@ def search(request, gallery):
 
 
 @pytest.mark.slow
-def test_the_recall_is_measured_on_rows_outside_the_structure(search):
+def test_the_recall_is_measured_on_rows_outside_the_structure(search, gallery):
     assert len(search.held_out) == 300
     assert search.structure.ntotal == ROWS - 300
     assert min(search.recall.at_1, search.recall.at_10) >= 0.95
-    assert search.measure_recall() == search.recall
+    truth = -np.sort(-(gallery[0][search.held_out] @ np.delete(gallery[0], search.held_out, axis=0).T), axis=1)[:, :10]
+    assert recall_of(ann.search(search.structure, gallery[0][search.held_out], 10)[0], truth) == search.recall
 
 
 @pytest.mark.parametrize("share", [None, 0.9, 0.5, 0.3, 0.1, 0.001])
@@ -133,22 +135,8 @@ def test_an_index_is_exact_unless_that_misses_the_latency(
 
     monkeypatch.setattr("plsc.index.tuning.median_milliseconds", time_of)
     monkeypatch.setattr("plsc.index.tuning._speed_over_exact", lambda *_: exact / min(structures))
-    assert (
-        main(
-            [
-                "index",
-                "build",
-                str(tmp_path / "set"),
-                "--out",
-                str(tmp_path / "idx"),
-                "--latency-ms",
-                str(asked),
-                "--recall",
-                "0.9",
-            ]
-        )
-        == 0
-    )
+    line = f"index build {tmp_path}/set --out {tmp_path}/idx --latency-ms {asked} --recall 0.9"
+    assert main(line.split()) == 0
     index = Index.open(tmp_path / "idx")
     assert index.kind == kind
     chosen = exact if kind == "exact" else min(structures)
@@ -173,8 +161,8 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
             raise UsageError("too low")
         return tune_truly(structure, kind, *rest)
 
-    tune_truly = ann.tune
-    monkeypatch.setattr(ann, "tune", tune)
+    tune_truly = tuning.tune
+    monkeypatch.setattr(tuning, "tune", tune)
     found = plan_search(Slow(gallery[0]), *gallery, 10.0, recall=0.9)
     assert found is not None
     assert found.kind == "hnsw"
@@ -202,3 +190,64 @@ def test_compressed_rows_are_ranked_by_their_true_scores(tmp_path):
 @pytest.mark.parametrize(("dim", "expected"), [(512, 128), (24, 6), (7, 1), (1, 1), (90, 18)])
 def test_a_compressed_row_has_a_byte_for_four_numbers_or_more(dim, expected):
     assert ann.code_bytes(dim) == expected
+
+
+N, D, K = 300, 16, 10  # of the monitor's tests
+
+
+def units(count, seed):
+    return unit(np.random.default_rng(seed).standard_normal((count, D)))
+
+
+UNITS = units(N, 0)
+EXACT = ExactScan(UNITS)
+
+
+def ask(monitor: RecallMonitor, times: int, missed: int, allowed: np.ndarray | None = None, seed: int = 1) -> None:
+    """Searches of SAMPLE_EVERY queries, whose answers lack the ``missed`` best rows; compared a few at a time."""
+    for number in range(times):
+        queries = units(SAMPLE_EVERY, seed + number)
+        scores = EXACT.search(queries, K + missed, allowed=allowed)[0][:, missed:]
+        monitor.record(queries, scores, allowed)
+        if number % 5 == 4:
+            monitor.compare(EXACT)
+    monitor.compare(EXACT)
+
+
+@pytest.mark.parametrize("allowed", [None, np.arange(N) % 2 == 0])
+@pytest.mark.parametrize(("missed", "at_1", "at_10"), [(0, 1.0, 1.0), (1, 0.0, 0.9), (4, 0.0, 0.6)])
+def test_recall_is_what_callers_got(allowed: np.ndarray | None, missed: int, at_1: float, at_10: float) -> None:
+    monitor = RecallMonitor()
+    ask(monitor, MIN_SAMPLES, missed, allowed)
+    recall = monitor.recall
+    assert recall is not None
+    assert (recall.at_1, recall.at_10, recall.queries) == (at_1, pytest.approx(at_10), MIN_SAMPLES)
+
+
+def test_too_few_say_nothing_and_the_newest_count() -> None:
+    monitor = RecallMonitor()
+    ask(monitor, MIN_SAMPLES - 1, 0)
+    assert monitor.recall is None
+    ask(monitor, 1000, 4)
+    assert monitor.recall is not None
+    assert (monitor.recall.at_1, monitor.recall.queries) == (0.0, 1000)
+
+
+def test_one_query_in_many_is_asked_again_and_a_flood_is_not_kept() -> None:
+    class Counting:
+        asked = 0
+
+        def search(self, queries: np.ndarray, k: int, *, allowed: np.ndarray | None = None):
+            self.asked += len(queries)
+            return EXACT.search(queries, k, allowed=allowed)
+
+    monitor, counting = RecallMonitor(), Counting()
+    queries = units(1, 5)
+    for _ in range(10 * SAMPLE_EVERY):
+        monitor.record(queries, EXACT.search(queries, K)[0], None)
+    monitor.compare(counting)
+    assert counting.asked == 10
+    for _ in range(100):
+        monitor.record(units(SAMPLE_EVERY, 6), EXACT.search(units(SAMPLE_EVERY, 6), K)[0], None)
+    monitor.compare(counting)
+    assert 10 < counting.asked <= 10 + 20

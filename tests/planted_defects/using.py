@@ -20,7 +20,7 @@ USING = (
     Defect(
         "an unreadable image has the embedding of a black one",
         "plsc/embedding/pipeline.py",
-        "stored[list(errors)] = 0",
+        "stored[list(bad)] = 0",
         "stored[broken] = 0",
         ("tests/embedding/test_extract.py",),
     ),
@@ -34,7 +34,7 @@ USING = (
     Defect(
         "embedding goes on with a damaged shard",
         "plsc/embedding/set_writer.py",
-        '            verify_files(folder, manifest["files"])\n',
+        '            files.verify_files(folder, manifest["files"])\n',
         "",
         ("tests/embedding/test_extract.py",),
     ),
@@ -294,10 +294,10 @@ USING = (
     ),
     Defect(
         "one vector for everybody identifies everybody",
-        "plsc/evaluation/gallery.py",
+        "plsc/evaluation/search.py",
         "np.sum(scores >= own_score[part, None], axis=1) - 1",
         "np.sum(scores > own_score[part, None], axis=1)",
-        ("tests/evaluation/test_gallery.py",),
+        ("tests/evaluation/test_search.py",),
     ),
     Defect(
         "the doctor calls training sound that is not",

@@ -21,7 +21,7 @@ LIBRARIES = (
     "torch.distributed.checkpoint", "torch.export", "torch.export.passes", "torchvision.transforms.v2",
     "torch._dynamo", "torch.export.pt2_archive",
     "plsc.embedding.embedder", "plsc.embedding.onnx_engine", "plsc.evaluation", "plsc.gallery.store",
-    "plsc.gallery.sqlite.store", "plsc.gallery.transfer", "plsc.index.query", "plsc.index.check", "plsc.train.trainer",
+    "plsc.gallery.sqlite.store", "plsc.gallery.transfer", "plsc.index.query", "plsc.train.trainer",
     "plsc.train.checkpoint_inspection", "plsc.tools.train",
 )  # fmt: skip
 KILL_SECONDS = 20  # of CPU: far beyond the contract, so that the figure of a slow refusal is still told

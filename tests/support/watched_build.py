@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from plsc.index.build import build
-from plsc.index.exact import load_faiss
+from plsc.index.scan import load_faiss
+from plsc.index.tuning import BuildOptions
 
 
 def status(name: str) -> int:
@@ -55,7 +56,7 @@ def main() -> None:
     peak = Peak()
     peak.start()
     before = status("RssAnon")
-    manifest = build(sets, Path(out), kind=kind, recall=0.5, memory=int(memory) or None, quiet=True)
+    manifest = build(sets, Path(out), BuildOptions(kind=kind, recall=0.5, memory=int(memory) or None, quiet=True))
     peak.over.set()
     peak.join()
     print(json.dumps({"kind": manifest["kind"], "peak": peak.bytes - before}))

@@ -1,12 +1,16 @@
-"""Identification against searches spelled out one probe at a time."""
+"""Identification against searches spelled out one probe at a time; retrieval against the oracle, query by query."""
 
 import numpy as np
 import pytest
+import reference
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError
 from plsc.evaluation import identification
+from plsc.evaluation.pairs import unit_rows_float32
+from plsc.evaluation.search import no_retrieval, retrieval
 
 
 def spelled_out(embeddings, labels):
@@ -60,7 +64,7 @@ def test_single_images_distract_and_are_no_probes():
 def test_chunks_do_not_show(monkeypatch):
     embeddings, labels = clusters([5] * 40, 1.0)
     whole = identification(embeddings, labels)
-    monkeypatch.setattr("plsc.evaluation.gallery._SCORES", 90)
+    monkeypatch.setattr("plsc.evaluation.search._SCORES", 90)
     assert identification(embeddings, labels) == whole
 
 
@@ -103,3 +107,44 @@ def test_bad_input_is_named():
     with pytest.raises(DataError, match="row 2 is not finite"):
         identification(broken, np.arange(4))
     assert identification(np.empty((0, 2)), np.empty(0, dtype=np.int64))["rank1"] is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 15), min_size=1, max_size=8), st.sampled_from([0.3, 1.0, 3.0]), st.integers(0, 99))
+def test_figures_are_those_of_the_oracle(sizes, noise, seed):
+    embeddings, labels = clusters(sizes, noise, seed)
+    result = retrieval(unit_rows_float32(embeddings), labels)
+    expected = reference.retrieval(torch.from_numpy(embeddings), labels.tolist())
+    assert result == pytest.approx(no_retrieval() | expected | {"queries": sum(size for size in sizes if size > 1)})
+
+
+def test_known_figures():
+    """Three of a class around one stranger: by hand, from the definitions."""
+    angles = np.deg2rad([0.0, 10.0, 25.0, 14.0])
+    unit = unit_rows_float32(np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    result = retrieval(unit, np.array([0, 0, 0, 1]))
+    # 0 finds 10 (own), then 14; 10 finds 14, then 0; 25 finds 14, then 10. R is 2.
+    assert result["recall@1"] == pytest.approx(1 / 3)
+    assert result["recall@5"] == result["recall@10"] == 1.0
+    assert result["r_precision"] == pytest.approx((1 + 1 + 1) / 6)
+    assert result["map@r"] == pytest.approx((1 + 1 / 2 + 1 / 2) / 6)
+
+
+def test_retrieval_of_one_vector_for_everything_finds_nothing():
+    result = retrieval(np.ones((30, 1), np.float32), np.repeat(np.arange(3), 10))
+    assert [result[name] for name in ("recall@1", "recall@10", "map@r", "r_precision")] == [0.0] * 4
+
+
+def test_blocks_do_not_show_and_queries_are_sampled(monkeypatch):
+    embeddings, labels = clusters([7, 3, 1, 12, 5], 1.0)
+    unit = unit_rows_float32(embeddings)
+    whole = retrieval(unit, labels)
+    monkeypatch.setattr("plsc.evaluation.search._SCORES", 60)
+    assert retrieval(unit, labels) == pytest.approx(whole)
+    sampled = retrieval(unit, labels, max_scores=10 * len(labels))
+    assert sampled["queries"] == 10
+    assert sampled == retrieval(unit, labels, max_scores=10 * len(labels))
+
+
+def test_a_set_without_a_second_image_gives_none():
+    assert retrieval(np.eye(3, dtype=np.float32), np.arange(3)) == no_retrieval()
