@@ -162,3 +162,11 @@ def test_folders_at_the_top_refuse_to_be_imported_by_their_bare_names(folder):
 
 def test_no_tool_has_a_standard_modules_name():
     assert not {path.stem for path in (ROOT / "tools").glob("*.py")} & sys.stdlib_module_names
+
+
+@pytest.mark.slow
+def test_a_step_a_search_and_an_enrolment_enter_no_more_files_than_the_documentation_says():
+    command = [sys.executable, "docs/trace_journeys.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| a search by picture |" in done.stdout

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stores import Servers, milvus_server
+from support.stores import Servers, milvus_server, open_patiently
 from support.waiting import wait_until
 
 from plsc.errors import NotFoundError, StorageError, UsageError
@@ -41,7 +41,7 @@ def vectors(count: int, seed: int = 0) -> Any:
 
 
 def filled(uri: str) -> MilvusStore:
-    store = open_milvus(uri)
+    store = open_patiently(open_milvus, uri)
     store.create_collection("people", 4, "m")
     new = [NewPerson(vectors(2, n), f"p{n}", {"n": n}) for n in range(4)]
     store.add_persons("people", new, "m")
@@ -121,7 +121,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             except (StorageError, KeyboardInterrupt):
                 acknowledged = False
             reached = max(reached, min(requests(), number))
-            again = open_milvus(uri)
+            again = open_patiently(open_milvus, uri)
             check_either(seen(again), before, operation, acknowledged)
             (made,) = again.add_persons(name_of(again), [NewPerson(vectors(1, 5), "later")], "m")
             again.delete_person(name_of(again), made.id)
@@ -161,7 +161,7 @@ def check_either(now: dict[str, Any], before: dict[str, Any], operation: str, ac
 
 def test_who_writes_last_holds_the_writer_lease(uri: str) -> None:
     first = filled(uri)
-    second = open_milvus(uri)
+    second = open_patiently(open_milvus, uri)
     assert seen(second) == seen(first)
     second.add_faces("people", 1, vectors(1, 7), "m")
     for change in OPERATIONS.values():
@@ -169,7 +169,7 @@ def test_who_writes_last_holds_the_writer_lease(uri: str) -> None:
             change(first)
     assert len(first.person("people", 1).faces) == 3, "reading goes on, and sees what the other wrote"
     assert seen(second) == seen(first)
-    third = open_milvus(uri)
+    third = open_patiently(open_milvus, uri)
     assert third.add_faces("people", 1, vectors(1, 6), "m")[0] > second.person("people", 1).faces[2]
     for store in (first, second, third):
         store.close()

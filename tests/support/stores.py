@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from plsc.gallery.transfer import copy_into
 from plsc.gallery.values import NewPerson, Person
 from support.gallery_model import Model, Row
 
+Opened = TypeVar("Opened", bound=Store)
 KINDS = ("sqlite", "encrypted", "postgres", "milvus")
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
@@ -174,11 +175,7 @@ class Kit:
         return self._keep(self._open_patiently())
 
     def _open_patiently(self) -> Store:
-        if self.kind == "milvus":  # its server ends the idle connections of a process, and a new one with them
-            for _ in range(3):
-                with suppress(StorageError):
-                    return self._open(self._spec)
-        return self._open(self._spec)
+        return open_patiently(self._open, self._spec) if self.kind == "milvus" else self._open(self._spec)
 
     def close(self) -> None:
         """Close every store."""
@@ -259,6 +256,14 @@ def new_key_file(path: Path) -> Path:
     path.write_text(base64.b64encode(os.urandom(32)).decode() + "\n", encoding="ascii")
     path.chmod(0o600)
     return path
+
+
+def open_patiently(open_milvus: Callable[[str], Opened], spec: str) -> Opened:
+    """Open a store in milvus-lite, whose server ends the idle connections of a process, and a new one with them."""
+    for _ in range(3):
+        with suppress(StorageError):
+            return open_milvus(spec)
+    return open_milvus(spec)
 
 
 @contextmanager
