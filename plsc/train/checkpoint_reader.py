@@ -289,17 +289,17 @@ def _is_whole(entry: TensorStorageMetadata, nbytes: int) -> bool:
             return False
         if not all(0 <= first <= first + n <= end for first, n, end in zip(offsets, sizes, size, strict=True)):
             return False
+        if len(entry.chunks) > 1 and 0 in sizes:
+            return False  # hundreds of thousands of empty ones would take seconds to compare
         numbers += math.prod(sizes)
     return numbers == math.prod(size) and not _overlap(entry.chunks)
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether two pieces, which lie in the tensor, share a number; empty ones and too many count as such."""
+    """Return whether two pieces, which lie in the tensor, share a number; too many to compare count as such."""
     ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
     comparisons = 0
     for first, chunk in enumerate(ordered):
-        if len(ordered) > 1 and 0 in chunk.sizes:
-            return True
         for other in ordered[first + 1 :]:
             # In this order those that begin behind the end of this one along the first axis need no comparison.
             if not chunk.sizes or other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
