@@ -70,13 +70,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GROUPS, "parallel.averaging_group_period": 3}, "no multiple of averaging_group_period = 3"),
     # averages of tables
     ({**TABLES, "head_ranks": 0}, "give head_ranks"),
-    ({**TABLES, "head.staleness": 4}, "lower it"),
-    ({**TABLES, "head.staleness": 1, "head.placement": "device"}, 'give head.placement = "host"'),
+    ({**TABLES, "head.staleness": 4}, "head.staleness is from 0 to parallel.head_averaging_period"),
+    ({**TABLES, "head.staleness": 1, "head.placement": "device"}, 'give head.placement="host"'),
     ({**TABLES, **CLIPPED}, "optim.clip_head"),
     ({**TABLES, "parallel.head_averaging_period": 0}, "head_averaging_period"),
     # storage of the table, and of moments
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
-    ({**JOURNAL, "head.placement": "host"}, "head.journal is for a table in a file"),
+    ({**JOURNAL, "head.placement": "host"}, "head.journal is for tables in a mapped file"),
     ({**JOURNAL, "checkpoint.keep.best": 1}, "head.journal goes back to the last checkpoints alone"),
     ({**JOURNAL, "checkpoint.keep.every_hours": 12}, "head.journal goes back to the last checkpoints alone"),
     *[

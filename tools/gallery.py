@@ -16,6 +16,8 @@ STORE is the folder of plsc serve, or the address of a server: milvus:URI, postg
 again, it goes on where it ended.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
@@ -23,13 +25,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
 from plsc.gallery.backends import display_name, open_store, store_folder
-from plsc.gallery.store import Store
 from plsc.progress import counted, show
 from plsc.tools.entry import add_action, add_actions, add_outside_option, add_verify_option, number
+
+if TYPE_CHECKING:
+    from plsc.gallery.store import Store
 
 HELP = "verify, compact, copy, export and import a gallery; enrol folders; verify its audit log"
 MAX_PARALLEL = 32

@@ -1,13 +1,17 @@
 """The backends of the gallery, and :func:`open_store`."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from plsc.errors import UsageError
 from plsc.gallery.sqlite import COMPACT_WITHIN
-from plsc.gallery.store import Store
+
+if TYPE_CHECKING:
+    from plsc.gallery.store import Store
 
 
 class Server(NamedTuple):
