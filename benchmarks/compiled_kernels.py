@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.triton_passes import update_options
 from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
@@ -44,7 +45,7 @@ _POINTERS = {
     **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient", "parking"), "*fp32"),
     **dict.fromkeys(("first_scale", "skip"), "*fp32"),
 }
-_INTEGERS = dict.fromkeys(("n", "batch", "key"), "i32") | dict.fromkeys(
+_INTEGERS = dict.fromkeys(("n", "batch", "key", "parks"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
 )
 
@@ -211,15 +212,13 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
         return {"num_warps": 4, "enable_fp_fusion": True}, {**common, "BLOCK_N": 2048 // variant.dim, "BLOCK_D": 512}
     options = tile.options
     sizes = {name: options.pop(name) for name in ("TILE", "BLOCK_B", "BLOCK_N", "FLIPPED")}
-    width = 1 << (variant.dim - 1).bit_length()
     return options, {
         **common,
         **sizes,
         "CENTERS": variant.centers,
         "PRECISION": variant.precision,
         "member": None,
-        "PARKS": 132,
-        "BLOCK_ROWS": min(4096 // width, tile.slots),
+        **update_options(tile, variant.dim),
     }
 
 

@@ -8,7 +8,9 @@ their rows follows in the same program. Import this module only where
 
 D is cut into tiles, as are the accumulators, so that an update holds few values beside them. With FLIPPED the
 accumulators are transposed, columns of D along the rows of the matrix unit: tensor memory and Hopper's instructions
-take 64 rows or more, however few samples or classes a program has.
+take 64 rows or more, however few samples or classes a program has. Triton gives the warps of a product that feeds
+another one block of rows each (of columns, where there are more of those), so that a block with too few of them is
+computed several times: see :mod:`plsc.head.backends.triton_tiles`.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped, assignment"
 # ruff: noqa: RUF005 (Triton compiles the sum of two tuples, and no starred expression)
@@ -20,7 +22,10 @@ from plsc.head.backends.triton_update_kernels import CHANGING_NUMBERS, update_ti
 
 # their values must not specialise the kernel: each would compile it anew
 _CHANGING = ["first", "start", "n", "batch", "s"]
-_CHANGING_UPDATE = [*_CHANGING, "first_number", "key", "factor", *CHANGING_NUMBERS]
+_CHANGING_UPDATE = [*_CHANGING, "parks", "first_number", "key", "factor", *CHANGING_NUMBERS]
+
+# Classes whose exponentials a program of pass 1 sums in float32, tile by tile; such sums are added up in float64.
+_SUMMED = tl.constexpr(4096)
 
 
 @triton.jit
@@ -54,12 +59,37 @@ def _product(a, b, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _scores(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left·rightᵀ of two matrices that are cut into tiles of D."""
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for tile in tl.static_range(len(left)):
-        total = _product(left[tile], tl.trans(right[tile]), total, PRECISION, WIDEN)
+def _scores(tiles, held, ROWS: tl.constexpr, HELD: tl.constexpr, FLIPPED, PRECISION, WIDEN):
+    """The product of ``ROWS`` rows with the ``HELD`` rows of a program, both as tiles of D: by theirs if FLIPPED."""
+    total = tl.zeros((ROWS, HELD) if FLIPPED else (HELD, ROWS), dtype=tl.float32)
+    for tile in tl.static_range(len(held)):
+        if FLIPPED:
+            total = _product(tiles[tile], tl.trans(held[tile]), total, PRECISION, WIDEN)
+        else:
+            total = _product(held[tile], tl.trans(tiles[tile]), total, PRECISION, WIDEN)
     return total
+
+
+@triton.jit
+def _scores_while_reading(at, inside, held, ROWS: tl.constexpr, HELD: tl.constexpr, FLIPPED, PRECISION, WIDEN):
+    """:func:`_scores` of rows that are yet to be read at ``at``, and their tiles.
+
+    A tile is read while the one before it is multiplied: all of them at once would take more registers than the
+    accumulators leave beside an update.
+    """
+    total = tl.zeros((ROWS, HELD) if FLIPPED else (HELD, ROWS), dtype=tl.float32)
+    tiles = ()
+    following = tl.load(at, mask=inside[:, None], other=0.0)
+    for tile in tl.static_range(len(held)):
+        current = following
+        if tile + 1 < len(held):
+            following = tl.load(at + (tile + 1) * held[0].shape[1], mask=inside[:, None], other=0.0)
+        if FLIPPED:
+            total = _product(current, tl.trans(held[tile]), total, PRECISION, WIDEN)
+        else:
+            total = _product(held[tile], tl.trans(current), total, PRECISION, WIDEN)
+        tiles = tiles + (current,)
+    return total, tiles
 
 
 @triton.jit
@@ -93,7 +123,7 @@ def _is_winner(logits, AXIS: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.const
 
 @triton.jit
 def _rows(table, position, inside, slot, dim, CENTERS, SLOTS, TILE):
-    """Rows in the slots from class ``position`` on, as tiles of D, and their 1/norms; zeros where not ``inside``."""
+    """Where the rows in the slots from class ``position`` on begin, and their 1/norms; 0 where not ``inside``."""
     weight, inverse_norm, index, first = table
     d = tl.arange(0, TILE)
     row = (slot // SLOTS) * CENTERS + slot % SLOTS
@@ -104,10 +134,16 @@ def _rows(table, position, inside, slot, dim, CENTERS, SLOTS, TILE):
         listed = tl.load(index + position * CENTERS + row, mask=inside, other=0)
         at = weight + listed[:, None] * dim + d[None, :]
         rho = tl.load(inverse_norm + listed, mask=inside, other=0.0)
+    return at, rho
+
+
+@triton.jit
+def _tiles(at, inside, dim, TILE):
+    """Rows that begin at ``at``, as tiles of D; zeros where not ``inside``."""
     tiles = ()
     for tile in tl.static_range(dim // TILE):
         tiles = tiles + (tl.load(at + tile * TILE, mask=inside[:, None], other=0.0),)
-    return tiles, rho
+    return tiles
 
 
 @triton.jit(do_not_specialize=[*_CHANGING, "per"])
@@ -149,49 +185,42 @@ def first_pass(
     first_sample = ((tl.program_id(0) % blocks) * BLOCK_B).to(tl.int64)
     b, slot, d = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N), tl.arange(0, TILE)
     held = b < batch - first_sample
-    target = tl.load(position + first_sample + b, mask=held, other=-1) - start
-    x = ()
-    pulls = ()
-    x_at = features + first_sample * dim + (b[:, None] * dim + d[None, :])
-    for tile in tl.static_range(TILES):
-        x = x + (tl.load(x_at + tile * TILE, mask=held[:, None], other=0.0),)
-        pulls = pulls + (tl.zeros((TILE, BLOCK_B) if FLIPPED else (BLOCK_B, TILE), dtype=tl.float32),)
-    sums = tl.zeros((BLOCK_N, BLOCK_B) if FLIPPED else (BLOCK_B,), dtype=tl.float32)
-    lost = sums
-
-    table = (weight, inverse_norm, index, first)
     begin = split * per
     count = tl.minimum(n - begin, per).to(tl.int32)
+    target = tl.load(position + first_sample + b, mask=held, other=-1) - start - begin
+    target = tl.where((target >= 0) & (target < count), target, -1).to(tl.int32)
+    x = _tiles(features + first_sample * dim + (b[:, None] * dim + d[None, :]), held, dim, TILE)
+    pulls = ()
+    for _ in tl.static_range(TILES):
+        pulls = pulls + (tl.zeros((TILE, BLOCK_B) if FLIPPED else (BLOCK_B, TILE), dtype=tl.float32),)
+    table = (weight, inverse_norm, index, first)
+    sample = split * batch + first_sample
+    sum_at = total + sample + b
+    sums = tl.zeros((BLOCK_B,), dtype=tl.float32)
     for done in range(0, count, CLASSES):
         inside = (slot // SLOTS < count - done) & (slot % SLOTS < CENTERS)
-        w, rho = _rows(table, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
-        if FLIPPED:
-            scores = _scores(w, x, BLOCK_N, BLOCK_B, PRECISION, WIDEN)
-        else:
-            scores = _scores(x, w, BLOCK_B, BLOCK_N, PRECISION, WIDEN)
+        w_at, rho = _rows(table, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
+        w = _tiles(w_at, inside, dim, TILE)
+        scores = _scores(w, x, BLOCK_N, BLOCK_B, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
-        own = _along(slot // SLOTS, CLASS_AXIS) == _along((target - begin - done).to(tl.int32), SAMPLE_AXIS)
+        own = _along(slot // SLOTS + done, CLASS_AXIS) == _along(target, SAMPLE_AXIS)
         counted = _along(inside, CLASS_AXIS) & ~own
         if CENTERS > 1:
             logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
             counted = counted & _is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS)
         e = tl.where(counted, tl.exp2(logits), 0.0)
-        # compensated (Kahan, 1965): a program adds hundreds of thousands of them
-        more = (e if FLIPPED else tl.sum(e, axis=1)) - lost
-        higher = sums + more
-        lost = (higher - sums) - more
-        sums = higher
+        sums += tl.sum(e, axis=CLASS_AXIS)
+        if done % _SUMMED == _SUMMED - CLASSES:
+            tl.atomic_add(sum_at, sums.to(tl.float64), mask=held, sem="relaxed")
+            sums = tl.zeros((BLOCK_B,), dtype=tl.float32)
         if pull is not None:
             weights = (e * _along(rho, CLASS_AXIS)).to(weight.dtype.element_ty)
             pulls = _accumulated(pulls, weights, w, FLIPPED, PRECISION, WIDEN)
-
-    sample = split * batch + first_sample
+    tl.atomic_add(sum_at, sums.to(tl.float64), mask=held, sem="relaxed")
     if pull is not None:
         at = pull + sample * dim + (_along(b, SAMPLE_AXIS) * dim + _along(d, CLASS_AXIS))
         for tile in tl.static_range(TILES):
             tl.store(at + tile * TILE, pulls[tile], mask=_along(held, SAMPLE_AXIS))
-    sums = sums.to(tl.float64) - lost
-    tl.store(total + sample + b, tl.sum(sums, axis=0) if FLIPPED else sums, mask=held)
 
 
 @triton.jit
@@ -205,20 +234,15 @@ def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK
     begin = tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
     b, slot, d = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N), tl.arange(0, TILE)
     inside = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
-    w, rho = _rows(table, begin, inside, slot, dim, CENTERS, SLOTS, TILE)
+    w_at, rho = _rows(table, begin, inside, slot, dim, CENTERS, SLOTS, TILE)
+    w = _tiles(w_at, inside, dim, TILE)
     totals = ()
     for _ in tl.static_range(TILES):
         totals = totals + (tl.zeros((TILE, BLOCK_N) if FLIPPED else (BLOCK_N, TILE), dtype=tl.float32),)
     for sample in range(0, batch.to(tl.int64), BLOCK_B):
         held = b < batch - sample
-        x = ()
         x_at = features + sample * dim + (b[:, None] * dim + d[None, :])
-        for tile in tl.static_range(TILES):
-            x = x + (tl.load(x_at + tile * TILE, mask=held[:, None], other=0.0),)
-        if FLIPPED:
-            scores = _scores(x, w, BLOCK_B, BLOCK_N, PRECISION, WIDEN)
-        else:
-            scores = _scores(w, x, BLOCK_N, BLOCK_B, PRECISION, WIDEN)
+        scores, x = _scores_while_reading(x_at, held, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
         share = tl.load(scale + sample + b, mask=held, other=0.0)
         p = tl.exp2(logits - _along(tl.load(log_z + sample + b, mask=held, other=0.0), SAMPLE_AXIS))
@@ -288,16 +312,16 @@ def gradient_pass(
 
 
 @triton.jit
-def _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS):
-    """Store the gradient of a program's slots in a free part of ``parking`` (PARKS, BLOCK_N, dim); return which.
+def _park(totals, parking, taken, parks, dim, TILE, BLOCK_N, FLIPPED):
+    """Store the gradient of a program's slots in a free part of ``parking`` (parks, BLOCK_N, dim); return which.
 
     An update has no registers left beside the accumulators of a matrix unit. There are about as many parts as programs
-    run at a time, so that all of them stay in the second-level cache. ``taken`` (PARKS,) int32 says which are in use;
+    run at a time, so that all of them stay in the second-level cache. ``taken`` (parks,) int32 says which are in use;
     a program that finds none free waits for one that will be: those that hold one never wait.
     """
-    park = tl.program_id(0) % PARKS
+    park = tl.program_id(0) % parks
     while tl.atomic_cas(taken + park, 0, 1) != 0:
-        park = (park + 1) % PARKS
+        park = (park + 1) % parks
     at = parking + park.to(tl.int64) * (BLOCK_N * dim)
     at += tl.arange(0, BLOCK_N)[:, None] * dim + tl.arange(0, TILE)[None, :]
     for tile in tl.static_range(dim // TILE):
@@ -336,6 +360,7 @@ def update_pass(
     second_scale,
     parking,
     taken,
+    parks,
     row_numbers,
     first_number,
     skip,
@@ -357,8 +382,8 @@ def update_pass(
     FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
-    PARKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    UPDATE_STAGES: tl.constexpr,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -368,12 +393,12 @@ def update_pass(
     totals = _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
     state = (first_moment, first_scale, second_moment, second_scale)
     step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
-    park = _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS)
+    park = _park(totals, parking, taken, parks, dim, TILE, BLOCK_N, FLIPPED)
     parked = parking + park * (BLOCK_N * dim)
     if skip is not None:
         n = tl.where(tl.load(skip) == 0, n, 0)
     columns = tl.arange(0, triton.next_power_of_2(dim))
-    for done in range(0, BLOCK_N, BLOCK_ROWS):
+    for done in tl.range(0, BLOCK_N, BLOCK_ROWS, num_stages=UPDATE_STAGES):
         slot = done + tl.arange(0, BLOCK_ROWS)
         held, at, rows = _program_rows(index, first, slot, n, CENTERS, BLOCK_N)
         inside = held[:, None] & (columns < dim)[None, :]

@@ -6,6 +6,7 @@ device's kind and the batch's size alone, and in float64 over the parts, in thei
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from plsc.head.update_rules import Update
 # Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
 _MOST_CLASSES = 1 << 18  # to a program of pass 1
 _PROGRAMS = 4  # of pass 1 for each of the device's processors
-_PARKED_BYTES = 32 << 20  # of gradients between product and update, at most about: they must stay in the cache
-_MOST_PARKED = 8  # programs for each of the device's processors
+_REGISTERS = 1 << 16  # of a processor, of 32 bits
+_OTHER_REGISTERS = 64  # of a thread, at least about, beside those that its share of the accumulators takes
 _UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
+_UPDATE_STAGES = 2  # the next of them are on their way from memory while some are updated
 _LOG2_E = 1 / math.log(2)
+_forced_parks: int | None = None
 
 
 def first_pass(
@@ -125,10 +128,16 @@ def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, up
             parking=parking,
             taken=taken,
             row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None,
-            PARKS=parks,
-            BLOCK_ROWS=min(max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1), tile.slots),
+            parks=parks,
+            **update_options(tile, dim),
         )
         mark_written(chunk, tables)
+
+
+def update_options(tile: Tile, dim: int) -> dict[str, int]:
+    """Constants of the update at the end of pass 2."""
+    rows = max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1)
+    return {"BLOCK_ROWS": min(rows, tile.slots), "UPDATE_STAGES": _UPDATE_STAGES}
 
 
 def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
@@ -196,9 +205,26 @@ def class_parts(classes: int, blocks: int, step: int, processors: int) -> tuple[
 
 
 def _parks(processors: int, tile: Tile, dim: int, programs: int) -> int:
-    """How many programs of pass 2 may be between product and update at a time; others wait."""
-    fitting = _PARKED_BYTES // (tile.slots * dim * 4)
-    return max(min(max(fitting, processors), _MOST_PARKED * processors, programs), 1)
+    """How many programs of pass 2 may be between product and update at a time; others wait.
+
+    They are as many as can run at once, by the registers that their accumulators take: what is parked has to stay in
+    the second-level cache, and a part that no program could use would only be one more place in it.
+    """
+    if _forced_parks is not None:
+        return _forced_parks
+    at_once = _REGISTERS // (tile.slots * dim + _OTHER_REGISTERS * tile.threads)
+    return max(min(max(at_once, 1) * processors, programs), 1)
+
+
+@contextmanager
+def force_parks(parks: int) -> Iterator[None]:
+    """Park no more than ``parks`` gradients within, so that programs wait for each other's; for checks."""
+    global _forced_parks
+    before, _forced_parks = _forced_parks, parks
+    try:
+        yield
+    finally:
+        _forced_parks = before
 
 
 def scratch_bytes(

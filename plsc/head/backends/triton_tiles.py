@@ -34,6 +34,7 @@ class Tile:
         columns: of D in an accumulator; divides D.
         stages: blocks that are on their way from memory at once.
         flipped: accumulators are transposed.
+        warps: of a program.
     """
 
     samples: int
@@ -41,6 +42,12 @@ class Tile:
     columns: int
     stages: int = 2
     flipped: bool = False
+    warps: int = _WARPS
+
+    @property
+    def threads(self) -> int:
+        """Of a program."""
+        return 32 * self.warps
 
     def classes(self, centers: int) -> int:
         """That its slots hold."""
@@ -54,7 +61,7 @@ class Tile:
             "BLOCK_B": self.samples,
             "BLOCK_N": self.slots,
             "FLIPPED": self.flipped,
-            "num_warps": _WARPS,
+            "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,
         }
