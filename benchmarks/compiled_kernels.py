@@ -1,9 +1,11 @@
 """Compile every Triton kernel of the head for every kind of GPU, without one: registers, shared memory, instructions.
 
-    python benchmarks/compiled_kernels.py [--only TEXT]     # writes benchmarks/results/compiled_kernels.csv anew
+    python benchmarks/compiled_kernels.py [--only TEXT] [--processes N]
 
-needs triton, whose ptxas compiles for GPUs that are not there. No kernel spills registers, and each product uses the
-GPU's matrix units: the command fails where that is not so. Nothing is timed.
+writes benchmarks/results/compiled_kernels.csv anew, or prints alone with --only. It
+needs triton, whose ptxas compiles for GPUs that are not there. Every kind of matrix instruction is counted, and the
+factor is the multiply-adds that the instructions of a program do over those that its products need. The command fails
+where a kernel spills registers, where a factor is not 1, or is above 4 of a float32 table. Nothing is timed.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -13,7 +15,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.triton_passes import update_options
+from plsc.head.backends.triton_passes import SUMMED_CLASSES, update_options
 from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
@@ -34,7 +38,14 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
     "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
 }
-INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
+_MOST = {"bf16": 1.0, "fp32": 4.0}  # factor: float32 products are left to PyTorch, unless the kernels are asked for
+_LABEL = re.compile(r"^(\$L__BB\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
+_SHAPED = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\.[\w.:]*?m(\d+)n(\d+)k(\d+)\.[\w.]+")
+_TENSOR_MEMORY = re.compile(r"\btcgen05\.mma\.[\w.:]*kind::(\w+)\s+\[[^]]*\],\s*\S+\s*,\s*\S+\s*,\s*([%\w]+)")
+_CONSTANT = re.compile(r"mov\.[bu]32\s+(%r\d+),\s*(-?\d+);")
+_WARPS = {"mma.sync": 1, "wgmma.mma_async": 4}  # that run one of them together; all of a program, of tcgen05.mma
+_DEPTH = {"f16": 16, "tf32": 8}  # of tcgen05.mma: 32 bytes of a row
 _POINTERS = {
     **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
     **dict.fromkeys(("member",), "*u8"),
@@ -48,6 +59,87 @@ _POINTERS = {
 _INTEGERS = dict.fromkeys(("n", "batch", "key", "parks"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
 )
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A matrix instruction and its shape."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    def multiply_adds(self, warps: int) -> int:
+        """Of a program of so many warps, all of which pass it."""
+        return self.m * self.n * self.k * (warps // _WARPS.get(self.name, warps))
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix instructions of a kernel.
+
+    Attributes:
+        looped: those of each loop that has any, with the loops within it.
+        straight: those outside of loops.
+    """
+
+    looped: tuple[Counter[Instruction], ...]
+    straight: Counter[Instruction]
+
+    def __str__(self) -> str:
+        """Every kind with its count, the most frequent first."""
+        total = sum(self.looped, self.straight.copy())
+        return "; ".join(f"{count} {kind}" for kind, count in total.most_common())
+
+    def factor(self, warps: int, needed: int) -> float:
+        """The multiply-adds of a round of a loop over those that it needs: 1 where none is made twice.
+
+        A kernel whose products stand in several loops, or before one, has been unrolled or pipelined: each of those
+        places has to be a whole round.
+        """
+        places = self.looped or (self.straight,)
+        made = [sum(kind.multiply_adds(warps) * count for kind, count in place.items()) for place in places]
+        return max(made, default=0) / needed
+
+
+def products(ptx: str) -> Products:
+    """Count the matrix instructions of a kernel in PTX, by its loops."""
+    lines = ptx.splitlines()
+    loops = list(_loops(lines))
+    constants = {found[1]: int(found[2]) for line in lines if (found := _CONSTANT.search(line))}
+    by_loop: dict[tuple[int, int] | None, Counter[Instruction]] = {}
+    for number, line in enumerate(lines):
+        instruction = _instruction(line, constants)
+        if instruction is not None:
+            around = [loop for loop in loops if loop[0] <= number <= loop[1]]
+            outermost = max(around, key=lambda loop: loop[1] - loop[0], default=None)  # waits are loops within it
+            by_loop.setdefault(outermost, Counter())[instruction] += 1
+    straight = by_loop.pop(None, Counter())
+    return Products(tuple(by_loop.values()), straight)
+
+
+def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """The first and the last line of each loop: a label, and a branch back to it."""
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := _LABEL.match(line))}
+    for number, line in enumerate(lines):
+        found = _BRANCH.search(line)
+        if found and labels.get(found[1], number) < number:
+            yield labels[found[1]], number
+
+
+def _instruction(line: str, constants: dict[str, int]) -> Instruction | None:
+    if found := _SHAPED.search(line):
+        return Instruction(found[1], *(int(size) for size in found.groups()[1:]))
+    if found := _TENSOR_MEMORY.search(line):
+        kind, given = found.groups()
+        described = constants[given] if given.startswith("%") else int(given)
+        # N/8 and M/16 of the instruction descriptor (PTX ISA, tcgen05)
+        return Instruction("tcgen05.mma", (described >> 24 & 31) * 16, (described >> 17 & 63) * 8, _DEPTH[kind])
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,7 +181,9 @@ class Variant:
         """The tile that ships."""
         which: Pass = "first" if self.kernel == "first_pass" else "second"
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        return shipped_tile(which, self.gpu.capability, self.gpu.shared, dtype, self.dim, self.precision)
+        device = self.gpu.capability, self.gpu.shared
+        is_general = self.listed or self.centers > 1
+        return shipped_tile(which, *device, dtype, self.dim, self.precision, is_general=is_general)
 
 
 @dataclass(frozen=True)
@@ -108,21 +202,28 @@ class Row:
     registers: int
     spilled: int
     shared: int
-    instruction: str
+    instructions: str
+    factor: float
 
 
 def variants() -> Iterator[Variant]:
     """Everything that ships: every kernel and GPU, by widths, dtypes, centres and lists of rows."""
     for gpu in GPUS:
-        for kernel in PASSES:
+        for kernel in ("sgd_pass", "gradient_pass"):  # which differ in the end of adamw_pass alone
+            yield Variant(kernel, gpu)
+            yield Variant(kernel, gpu, "fp32", "bf16x3")
+        for kernel in ("first_pass", "adamw_pass"):
             main = Variant(kernel, gpu)
-            yield from (replace(main, dim=dim) for dim in (32, 96, 256, 512, 768, 1024))
+            yield from (replace(main, dim=dim) for dim in (96, 256, 512, 768) if _has_tile(gpu, dim))
             yield from (replace(main, listed=True), replace(main, centers=3), replace(main, centers=3, listed=True))
-            yield replace(main, dtype="fp32", precision="tf32")
             yield replace(main, dtype="fp32", precision="bf16x3")
         for kernel in ("sgd_rows", "adamw_rows"):
             yield Variant(kernel, gpu)
             yield Variant(kernel, gpu, listed=True)
+
+
+def _has_tile(gpu: Gpu, dim: int) -> bool:
+    return dim >= 128 or gpu.name != "sm_100a"  # whose matrix units do not take products of narrower tiles
 
 
 def compiled(variant: Variant, tile: Tile | None = None) -> Row:
@@ -137,6 +238,7 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
     name, of_rule = RULES.get(variant.kernel, (variant.kernel, {}))
     built = compile_for(variant.gpu, getattr(module, name), constants | of_rule, options, variant.dtype)
     registers, spilled = assemble(built, variant.gpu)
+    found = products(built.asm["ptx"])
     return Row(
         triton.__version__,
         variant.kernel,
@@ -150,14 +252,22 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
         registers,
         spilled,
         built.metadata.shared,
-        next((name for name in INSTRUCTIONS if name in built.asm["ptx"]), ""),
+        str(found),
+        0.0 if tile is None else found.factor(tile.warps, _needed(variant, tile)),
     )
+
+
+def _needed(variant: Variant, tile: Tile) -> int:
+    """Multiply-adds of a program's block in both products of a pass."""
+    each = 3 if (variant.dtype, variant.precision) == ("fp32", "bf16x3") else 1
+    return 2 * each * tile.samples * tile.slots * variant.dim
 
 
 def _named(tile: Tile | None) -> str:
     if tile is None:
         return ""
-    return f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages}" + (" flipped" if tile.flipped else "")
+    size = f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages} w{tile.warps}"
+    return size + (" flipped" if tile.flipped else "")
 
 
 def compile_for(
@@ -218,6 +328,7 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
         "CENTERS": variant.centers,
         "PRECISION": variant.precision,
         "member": None,
+        "SUMMED": SUMMED_CLASSES,
         **update_options(tile, variant.dim),
     }
 
@@ -235,7 +346,11 @@ def problem(row: Row) -> str | None:
         return f"{row.spilled} bytes of registers spilled"
     if row.shared > gpu.shared:
         return f"{row.shared} bytes of shared memory, of {gpu.shared}"
-    return "no matrix unit" if row.kernel in PASSES and not row.instruction else None
+    if row.kernel not in PASSES:
+        return None
+    if row.factor < 1:
+        return f"matrix units make {row.factor:g} of the products: {row.instructions or 'no instruction'}"
+    return f"products are made {row.factor:g} times: {row.instructions}" if row.factor > _MOST[row.dtype] else None
 
 
 def read() -> list[Row]:
@@ -246,23 +361,23 @@ def read() -> list[Row]:
 
 def _row(record: Mapping[str, str]) -> Row:
     kinds = {field.name: field.type for field in fields(Row)}
-    read_as: dict[Any, Any] = {int: int, bool: lambda text: text == "True", str: str}
+    read_as: dict[Any, Any] = {int: int, float: float, bool: lambda text: text == "True", str: str}
     return Row(**{name: read_as[kinds[name]](text) for name, text in record.items()})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="print variants whose description holds this; write nothing")
+    parser.add_argument("--processes", type=int, default=2, help="that compile at a time")
     arguments = parser.parse_args()
     rows, failed = [], False
-    for variant in variants():
-        if arguments.only not in str(variant):
-            continue
-        row = compiled(variant)
-        rows.append(row)
-        wrong = problem(row)
-        failed |= wrong is not None
-        print(*[str(value) for value in asdict(row).values()], f"WRONG: {wrong}" if wrong else "", flush=True)
+    chosen = [variant for variant in variants() if arguments.only in str(variant)]
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for row in pool.map(compiled, chosen):
+            rows.append(row)
+            wrong = problem(row)
+            failed |= wrong is not None
+            print(*[str(value) for value in asdict(row).values()], f"WRONG: {wrong}" if wrong else "", flush=True)
     if not arguments.only and not failed:
         with TABLE.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")

@@ -11,6 +11,7 @@ from support.head_problems import everything, filled_state
 import plsc
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
+from plsc.head.backends.triton_passes import force_parks
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows, renew_norms
@@ -123,14 +124,33 @@ def test_the_step_is_the_plain_paths(interpreter, kind):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_skipped_step_leaves_every_bit(interpreter):
-    given = problem("adamw int8")
-    left, taken = interpreter(updated, given, "fused", skip=1.0), interpreter(updated, given, "fused", skip=0.0)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_skipped_step_leaves_every_bit(interpreter, kind):
+    given = problem(kind)
+    left = interpreter(updated, given, "fused", skip=1.0)
     tables = [tensor for table in given["state"].values() for tensor in table.tensors("state").values()]
     for after, before in zip(left, [given["rows"].weight, given["rows"].inverse_norm, *tables], strict=True):
         assert torch.equal(after, before)
-    for after, expected in zip(taken, interpreter(updated, given, "fused"), strict=True):
-        assert torch.equal(after, expected)
+
+
+def test_a_step_that_is_not_skipped_is_taken(interpreter):
+    given = problem("adamw int8")
+    taken, expected = interpreter(updated, given, "fused", skip=0.0), interpreter(updated, given, "fused")
+    for after, wanted in zip(taken, expected, strict=True):
+        assert torch.equal(after, wanted)
+
+
+def updated_in_few_parts(given: dict, parks: int) -> list[torch.Tensor]:
+    with force_parks(parks):
+        return updated(given, "fused")
+
+
+@pytest.mark.parametrize("parks", [1, 2])
+def test_parts_of_the_parking_serve_one_program_after_another(interpreter, parks):
+    given = problem("sgd int8")
+    results = interpreter(updated_in_few_parts, given, parks), interpreter(updated, given, "two")
+    for fused, apart in zip(*results, strict=True):
+        assert torch.equal(fused, apart)
 
 
 def placed(placement: str, sample_rate: float) -> list[torch.Tensor]:

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from reference import relative_error
 
 import plsc
-from plsc.head.backends import HeadShape, choose_backend, triton_backend
+from plsc.head.backends import HeadShape, choose_backend, triton_backend, triton_passes, why_no_triton_passes
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_tiles import Tile, force_tile
@@ -103,7 +104,7 @@ def test_passes_agree_with_the_formula(interpreter, dtype, tile, classes, batch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "dim"), [(128, 512), (300, 32), (5, 1024)])
+@pytest.mark.parametrize(("batch", "dim"), [(128, 512), (300, 32), (5, 768)])
 @pytest.mark.parametrize("tile", list(TILES))
 def test_wide_rows_and_many_samples(interpreter, batch, dim, tile):
     given = problem(37, batch, dim, torch.bfloat16)
@@ -169,6 +170,25 @@ def test_an_evaluation_sums_no_rows(interpreter):
     assert relative_error(total, by_formula(given)[0]) < SUMS
 
 
+def many_equal_terms(classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one program sums of ``classes`` equal rows, and of the first tile of them."""
+    dim, slots = 32, 4096
+    weight = torch.full((1, dim), dim**-0.5).expand(classes, dim).contiguous()
+    features = weight[:16] * torch.linspace(0.1, 1, 16)[:, None]
+    batch = Batch(features, torch.full((16,), -1), torch.zeros(16), plsc.ArcFace(s=S), {})
+    with force_tile(Tile(16, slots, dim)), patch.object(triton_passes, "_PROGRAMS", 0):
+        tables = [ClassRows(weight[:count], torch.ones(count)) for count in (classes, slots)]
+        whole, tile = (triton_passes.first_pass(rows, batch, classes, "ieee", with_grad=False)[0] for rows in tables)
+    return whole, tile * (classes // slots)
+
+
+def test_a_quarter_of_a_million_terms_lose_nothing(interpreter):
+    """Added one tile after another in float32, most sums would be off."""
+    whole, expected = interpreter(many_equal_terms, 1 << 18)
+    assert (expected > 1 << 18).all()
+    assert torch.equal(whole, expected)
+
+
 def test_large_logits_keep_their_sums(interpreter):
     """At s = 64 a sample on top of a row has exp(64) beside exp(−64)."""
     given = problem(40, 4, 32, torch.float32)
@@ -194,7 +214,11 @@ def test_other_cases_are_left_to_pytorch(interpreter):
     passes = "triton backend: on cpu; passes by torch: "
     assert interpreter(choice, torch.bfloat16, centers=9) == passes + "more than 8 centres to a class"
     assert interpreter(choice, torch.bfloat16, 40) == passes + "D is no multiple of 32"
-    assert interpreter(choice, torch.bfloat16, 1056) == passes + "D is above 1024"
+    assert interpreter(choice, torch.bfloat16, 160) == passes + "D is above 128 and no multiple of it"
+    assert interpreter(choice, torch.bfloat16, 896) == passes + "D is above 768"
     curricular = interpreter(choice, torch.bfloat16, margin=plsc.CurricularFace())
     assert curricular == passes + "CurricularFace changes the negatives"
+    on_gpu = HeadShape(torch.device("cuda"), torch.float32, 512, 1, plsc.ArcFace(), "tf32")
+    assert "TF32" in why_no_triton_passes(on_gpu)
+    assert why_no_triton_passes(replace(on_gpu, fp32_precision="bf16x3")) is None
     assert not triton_backend.runs_on(torch.device("cpu"))  # in this process, where nothing is interpreted

@@ -11,7 +11,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
-from plsc.head.backends.triton_tiles import why_no_tile
+from plsc.head.backends.triton_tiles import why_no_tile, why_no_tile_on
 from plsc.head.update_rules import UpdateKind
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
@@ -131,8 +131,12 @@ def _torch(shape: HeadShape, reason: str) -> TorchBackend:
 def why_no_triton_passes(shape: HeadShape) -> str | None:
     """The reason why PyTorch takes the passes of such a head on a GPU; None: Triton's kernels do."""
     missing = shape.unusual_logits or why_no_tile(shape.dim, shape.centers, shape.dtype)
-    if shape.dtype == torch.float32 and shape.fp32_precision == "ieee" and shape.device.type == "cuda":
-        missing = missing or "matrix units do not multiply float32 exactly"
+    missing = missing or why_no_tile_on(shape.device, shape.dim, shape.dtype)
+    if shape.dtype == torch.float32 and shape.device.type == "cuda":
+        if shape.fp32_precision == "ieee":
+            return missing or "matrix units do not multiply float32 exactly"
+        if shape.fp32_precision == "tf32":
+            return missing or "the kernels would compute TF32 scores two to four times"
     return missing
 
 

@@ -24,9 +24,6 @@ from plsc.head.backends.triton_update_kernels import CHANGING_NUMBERS, update_ti
 _CHANGING = ["first", "start", "n", "batch", "s"]
 _CHANGING_UPDATE = [*_CHANGING, "parks", "first_number", "key", "factor", *CHANGING_NUMBERS]
 
-# Classes whose exponentials a program of pass 1 sums in float32, tile by tile; such sums are added up in float64.
-_SUMMED = tl.constexpr(4096)
-
 
 @triton.jit
 def _along(values, AXIS: tl.constexpr):
@@ -166,14 +163,16 @@ def first_pass(
     TILE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SUMMED: tl.constexpr,
     FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Sums over ``per`` classes to a program: of exponentials, and of the rows that they weigh unless ``pull`` is None.
 
-    Programs of the same classes follow each other, so that the second-level cache serves their rows. A class takes a
-    power of two of slots, one for each of its centres and some empty ones.
+    A program adds to its row of ``total`` every SUMMED classes. Programs of the same classes follow each other, so that
+    the second-level cache serves their rows. A class takes a power of two of slots, one for each of its centres and
+    some empty ones.
     """
     TILES: tl.constexpr = dim // TILE
     SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
@@ -193,10 +192,10 @@ def first_pass(
     pulls = ()
     for _ in tl.static_range(TILES):
         pulls = pulls + (tl.zeros((TILE, BLOCK_B) if FLIPPED else (BLOCK_B, TILE), dtype=tl.float32),)
-    table = (weight, inverse_norm, index, first)
     sample = split * batch + first_sample
     sum_at = total + sample + b
     sums = tl.zeros((BLOCK_B,), dtype=tl.float32)
+    table = (weight, inverse_norm, index, first)
     for done in range(0, count, CLASSES):
         inside = (slot // SLOTS < count - done) & (slot % SLOTS < CENTERS)
         w_at, rho = _rows(table, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
@@ -210,7 +209,7 @@ def first_pass(
             counted = counted & _is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS)
         e = tl.where(counted, tl.exp2(logits), 0.0)
         sums += tl.sum(e, axis=CLASS_AXIS)
-        if done % _SUMMED == _SUMMED - CLASSES:
+        if done % SUMMED == SUMMED - CLASSES:
             tl.atomic_add(sum_at, sums.to(tl.float64), mask=held, sem="relaxed")
             sums = tl.zeros((BLOCK_B,), dtype=tl.float32)
         if pull is not None:
@@ -224,7 +223,7 @@ def first_pass(
 
 
 @triton.jit
-def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN):
+def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, UPDATES):
     """The gradient by the unit rows of a program's classes, summed over all samples, as tiles of D."""
     features, position, log_z, scale, target_grad, member, batch, s = samples
     TILES: tl.constexpr = dim // TILE
@@ -242,7 +241,11 @@ def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK
     for sample in range(0, batch.to(tl.int64), BLOCK_B):
         held = b < batch - sample
         x_at = features + sample * dim + (b[:, None] * dim + d[None, :])
-        scores, x = _scores_while_reading(x_at, held, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+        if UPDATES:
+            scores, x = _scores_while_reading(x_at, held, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+        else:
+            x = _tiles(x_at, held, dim, TILE)
+            scores = _scores(x, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
         share = tl.load(scale + sample + b, mask=held, other=0.0)
         p = tl.exp2(logits - _along(tl.load(log_z + sample + b, mask=held, other=0.0), SAMPLE_AXIS))
@@ -303,7 +306,9 @@ def gradient_pass(
     """Pass 2 that stores the gradient by the unit rows, for an update that is not its own."""
     table = (weight, inverse_norm, index, first)
     samples = (features, position, log_z, scale, target_grad, member, batch, s)
-    totals = _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+    totals = _gradient_tiles(
+        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, False
+    )
     held, at, _ = _program_rows(index, first, tl.arange(0, BLOCK_N), n, CENTERS, BLOCK_N)
     columns = tl.arange(0, TILE)
     for tile in tl.static_range(dim // TILE):
@@ -390,7 +395,9 @@ def update_pass(
     """Pass 2, and the update of its rows: see :mod:`plsc.head.backends.triton_update_kernels` for the arguments."""
     table = (weight, inverse_norm, index, first)
     samples = (features, position, log_z, scale, target_grad, member, batch, s)
-    totals = _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+    totals = _gradient_tiles(
+        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, True
+    )
     state = (first_moment, first_scale, second_moment, second_scale)
     step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
     park = _park(totals, parking, taken, parks, dim, TILE, BLOCK_N, FLIPPED)

@@ -21,6 +21,7 @@ from plsc.head.update_rules import Update
 
 # Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
 _MOST_CLASSES = 1 << 18  # to a program of pass 1
+SUMMED_CLASSES = 4096  # in float32, tile by tile; such sums are added up in float64
 _PROGRAMS = 4  # of pass 1 for each of the device's processors
 _REGISTERS = 1 << 16  # of a processor, of 32 bits
 _OTHER_REGISTERS = 64  # of a thread, at least about, beside those that its share of the accumulators takes
@@ -52,12 +53,12 @@ def first_pass(
     tile = choose_tile("first", rows, device, precision)
     blocks, step = -(-size // tile.samples), tile.classes(rows.centers)
     processors = _processors(device)
-    total = torch.zeros(size, dtype=torch.float64, device=device)
+    most_parts = _most_parts(blocks, processors)
+    totals = torch.zeros(most_parts, size, dtype=torch.float64, device=device)  # to which every launch adds
     grad: Tensor | None = None
-    at_once = _most_parts(blocks, processors) * _MOST_CLASSES
+    at_once = most_parts * _MOST_CLASSES
     for chunk in rows.chunks(min(chunk_size, at_once) if rows.is_streamed else at_once):
         share, parts = class_parts(chunk.stop - chunk.start, blocks, step, processors)
-        totals = torch.empty(parts, size, dtype=torch.float64, device=device)
         pulls = torch.empty(parts, *features.shape, dtype=torch.float32, device=device) if with_grad else None
         _launch(
             kernels.first_pass,
@@ -73,15 +74,15 @@ def first_pass(
             pull=pulls,
             batch=size,
             per=share,
+            SUMMED=SUMMED_CLASSES,
             s=batch.margin.s * _LOG2_E,
         )
-        total += totals.sum(0)
         if pulls is not None:
             pull = pulls[0] if parts == 1 else pulls.sum(0, dtype=torch.float64)
             grad = pull.float() if grad is None else grad.add_(pull)
     if with_grad and grad is None:
         grad = torch.zeros_like(features, dtype=torch.float32)
-    return total, grad
+    return totals.sum(0), grad
 
 
 def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
