@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_table import batches, forget_peak, resident
+from lone_head import LoneHead, forget_peak, resident
 from results_file import print_and_add, script_parser
 
-import plsc
 from plsc.files import atomic_write
 
 STATE = "state.json"
@@ -52,25 +51,14 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Worker:
+class Worker(LoneHead):
     """One training process: a line of JSON per event on stdout."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
         self.libraries = resident("VmRSS")
         forget_peak()
         begin = time.monotonic()
-        self.head = plsc.ShardedHead(
-            args.dim,
-            args.classes,
-            plsc.init("cpu"),
-            sample_rate=args.sample_rate,
-            weight_dtype=torch.bfloat16,
-            momentum_dtype=torch.int8,
-            placement=f"mmap:{args.folder / 'table'}",
-            journal=True,
-        )
-        self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
+        super().__init__(args, placement=f"mmap:{args.folder / 'table'}", journal=True)
         self.tell(opened_seconds=time.monotonic() - begin)
 
     def tell(self, **values: Any) -> None:
@@ -108,10 +96,9 @@ class Worker:
         """The SHA-256 of the rows that the last step touched, in all columns."""
         softmax = self.head.softmax
         softmax.table.settle()
-        labels = self.labels
-        rows = softmax.sampler.draw(labels, softmax.forwards - 1)
+        rows = softmax.sampler.draw(self.labels, softmax.forwards - 1)
         found = hashlib.sha256(rows.numpy().tobytes())
-        for shard in (*self.head.sharded_state().values(), *self.optimizer.sharded_state().values()):
+        for shard in self.tensors().values():
             values = shard.blocks[0].local[rows].contiguous()
             found.update(values.view(torch.uint8).numpy().tobytes())
             shard.release()
@@ -119,24 +106,13 @@ class Worker:
 
     def go(self) -> None:
         """Train to the last step, and tell the figures."""
-        done = self.begin()
-        feed = batches(self.args)
-        for _ in range(done):
-            next(feed)
-        upcoming = next(feed)
-        for step in range(done + 1, self.args.steps + 1):
-            begin, cpu = time.monotonic(), time.process_time()
-            (x, self.labels), upcoming = upcoming, next(feed)
-            loss = self.head(x, self.labels)
-            self.head.prefetch(upcoming[1])
-            loss.backward()
-            self.optimizer.step()
+        for step, loss, seconds, cpu_seconds in self.train(self.begin()):
             read, written = disk_bytes()
             self.tell(
                 step=step,
-                loss=loss.item(),
-                seconds=time.monotonic() - begin,
-                cpu_seconds=time.process_time() - cpu,
+                loss=loss,
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
                 read=read,
                 written=written,
                 peak_mib=resident("VmHWM") - self.libraries,

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,6 @@ def keys(folder: Path) -> tuple[Path, Path]:
     private.chmod(0o600)
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return private, public
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    running = Commands()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
