@@ -14,14 +14,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from lone_head import LoneHead, forget_peak, resident
+from lone_head import LoneHead, forget_peak, resident, sizes_of, worker_command
 from results_file import print_and_add, script_parser
 
 from plsc.config import KeepConfig
@@ -96,10 +95,7 @@ def run(args: argparse.Namespace, folder: Path, kill_at: int = 0) -> tuple[dict[
     """One worker's losses and figures; with ``kill_at`` it is killed after that step."""
     folder.mkdir(exist_ok=True)
     losses: dict[int, float] = {}
-    command = [sys.executable, __file__, "--worker", "--folder", str(folder)]
-    for name in ("classes", "dim", "sample_rate", "batch", "steps", "save_every"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(worker_command(__file__, args, folder=folder), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             event = json.loads(line)
@@ -126,11 +122,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"{'are equal' if equal else 'DIFFER'}"
     )
     return {
-        "classes": args.classes,
-        "dim": args.dim,
-        "sample_rate": args.sample_rate,
-        "batch": args.batch,
-        "steps": args.steps,
+        **sizes_of(args),
         "table_mib": round(size / 2**20),
         "steps_per_second": round(figures["steps_per_second"], 2),
         "creation_seconds": round(figures["creation_seconds"], 1),

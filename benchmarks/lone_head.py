@@ -1,6 +1,7 @@
 """What the scripts share that train a class head alone: the head, embeddings for it, and what memory it takes."""
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,20 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tens
         chosen = torch.randint(IDENTITIES, (args.batch,), generator=generator)
         x = centres[chosen] + 0.3 * torch.randn(args.batch, args.dim, generator=generator)
         yield torch.nn.functional.normalize(x), classes[chosen]
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, float]:
+    """What is asked of the run: columns of its row, and options of its processes."""
+    return {name: getattr(args, name) for name in ("classes", "dim", "sample_rate", "batch", "steps")}
+
+
+def worker_command(script: str, args: argparse.Namespace, *words: str, **more: object) -> list[str]:
+    """The command of a process of ``script`` that trains as ``args`` say; ``more`` are further options."""
+    options = {**sizes_of(args), "save_every": args.save_every, **more}
+    return [
+        *(sys.executable, script, "--worker", *words),
+        *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))),
+    ]
 
 
 class LoneHead:

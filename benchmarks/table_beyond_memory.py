@@ -21,14 +21,13 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from lone_head import LoneHead, forget_peak, resident
+from lone_head import LoneHead, forget_peak, resident, sizes_of, worker_command
 from results_file import print_and_add, script_parser
 
 from plsc.files import atomic_write
@@ -131,9 +130,7 @@ class Worker(LoneHead):
 
 def run(args: argparse.Namespace, *words: str, kill_after: tuple[int, float] | None = None) -> list[dict[str, Any]]:
     """One worker's events; with ``kill_after`` it is killed so many seconds after that step."""
-    command = [sys.executable, __file__, "--worker", *words]
-    for name in ("classes", "dim", "sample_rate", "batch", "steps", "save_every", "digest_step", "folder"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command = worker_command(__file__, args, *words, digest_step=args.digest_step, folder=args.folder)
     events: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -178,11 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     per_step = [{key: b[key] - a[key] for key in ("read", "written")} for a, b in itertools.pairwise(last)]
     facts = {key: value for event in (*whole, *resumed) for key, value in event.items()}
     return {
-        "classes": args.classes,
-        "dim": args.dim,
-        "sample_rate": args.sample_rate,
-        "batch": args.batch,
-        "steps": args.steps,
+        **sizes_of(args),
         "save_every": args.save_every,
         "table_mib": round(sum(stat.st_size for stat in files) / 2**20),
         "journals_mib": round(journals / 2**20),
