@@ -33,8 +33,8 @@ from plsc.parallel.mesh import Mesh, init
 from plsc.progress import Progress
 from plsc.sizes import available_bytes
 
-LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4  # of all steps
-SCALE, MARGIN = 64.0, 0.5  # of ArcFace
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}  # of all steps
+ARCFACE: dict[str, Any] = {"s": 64.0, "m": 0.5}
 ROOFLINE = "floor"  # measured beside the heads; its name in results and in --contestants
 BASELINES = Path(__file__).resolve().parents[2] / "benchmarks" / "baselines.py"  # of this checkout, if it is one
 _NOUNS = {"head": "head", "train": "loop", "search": "search"}

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from plsc.bench.comparison import (
-    LR,
-    MARGIN,
-    MOMENTUM,
+    ARCFACE,
     ROOFLINE,
-    SCALE,
-    WEIGHT_DECAY,
+    SGD,
     Contestant,
     Task,
     all_contestants,
@@ -63,9 +60,9 @@ def training_step(loss_of: Step, optimizer: torch.optim.Optimizer) -> Step:
 
 def _sharded_head(weight: str, momentum: str | None, task: Task, mesh: Mesh) -> Step:
     rate = task.sample_rate if is_sampled(task.contestant) else 1.0
-    margin = ArcFace(s=SCALE, m=MARGIN)
+    margin = ArcFace(**ARCFACE)
     head = ShardedHead(task.dim, task.classes, mesh, margin, rate, weight_dtype=weight, momentum_dtype=momentum)
-    optimizer = HeadSGD(head, lr=LR, momentum=MOMENTUM if momentum is not None else 0.0, weight_decay=WEIGHT_DECAY)
+    optimizer = HeadSGD(head, **SGD if momentum is not None else {**SGD, "momentum": 0.0})
     return training_step(head, optimizer)
 
 

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from plsc import config as configuration
 from plsc.bench.comparison import (
-    LR,
-    MARGIN,
-    MOMENTUM,
-    SCALE,
-    WEIGHT_DECAY,
+    ARCFACE,
+    SGD,
     Contestant,
     Task,
     all_contestants,
@@ -65,13 +62,10 @@ def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Ste
         "data.batch_size": task.batch,
         "data.workers": 0,
         "head.margin": "arcface",
-        "head.s": SCALE,
-        "head.m": MARGIN,
+        **{f"head.{name}": value for name, value in ARCFACE.items()},
         "head.weight_dtype": weight_dtype,
         "head.momentum_dtype": momentum_dtype,
-        "optim.lr": LR,
-        "optim.momentum": MOMENTUM,
-        "optim.weight_decay": WEIGHT_DECAY,
+        **{f"optim.{name}": value for name, value in SGD.items()},
         "optim.clip_norm": CLIP_NORM,
     }
     stepper = Stepper(build(configuration.load(None, keys), _BlankImages(task), mesh))
