@@ -25,12 +25,11 @@ from plsc.serve.access import current_caller, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
+from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodeProcess, Decoders
 from plsc.serve.errors import ApiError
-from plsc.serve.idempotency import IdempotencyKeys
 from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
 from plsc.serve.observability import Metrics
-from plsc.serve.quotas import Quotas
 from plsc.serve.schemas import Input
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots

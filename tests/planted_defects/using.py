@@ -179,7 +179,7 @@ USING = (
     ),
     Defect(
         "tokens share their idempotency keys",
-        "plsc/serve/idempotency.py",
+        "plsc/serve/changes.py",
         'token = current_caller().name or ""',
         'token = ""',
         ("tests/serve/test_repeatable.py",),
