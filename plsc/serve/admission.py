@@ -14,12 +14,11 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plsc.gallery.store import collect_changes, take_changes
-from plsc.serve.access import Caller, Permission, local_caller, set_caller
+from plsc.serve.access import Allowance, Caller, Permission, RateLimiter, Shared, local_caller, rate_headers, set_caller
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
-from plsc.serve.rate_limits import Allowance, RateLimiter, Shared, rate_headers
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
@@ -296,7 +295,8 @@ class Admission:
         context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)
-        collect_changes()
+        if permission.changes:
+            collect_changes()
         context.allowance = self._rates.admit(context.owner, caller.rates, permission.rate_kind(scope["method"]))
         scope["state"]["service"] = self._lifecycle.service
         if context.body_complete:

@@ -26,11 +26,10 @@ from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.changes import IdempotencyKeys, Quotas
-from plsc.serve.decoding import DecodeProcess, Decoders
+from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
-from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
 from plsc.serve.observability import Metrics
-from plsc.serve.schemas import Input
+from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
 from plsc.serve.tokens import TokenBook
@@ -117,7 +116,7 @@ class Service:
         """
         dim = self.embedder.embedding_dim
         vectors = [
-            None if item.image is not None else input_vector(item, name, dim)
+            None if item.image is not None else item.numbers(name, dim)
             for item, name in zip(inputs, names, strict=True)
         ]
         images = [index for index, vector in enumerate(vectors) if vector is None]
@@ -126,7 +125,7 @@ class Service:
         warnings: list[str] = []
         crops: list[torch.Tensor | None] = [None] * len(inputs)
         if images:
-            encoded = [(image_bytes(inputs[index], names[index]), inputs[index].landmarks) for index in images]
+            encoded = [(inputs[index].picture(names[index]), inputs[index].landmarks) for index in images]
             embedded = await self.embed(encoded, [names[index] for index in images], deadline)
             warnings = embedded.warnings
             for index, vector, crop in zip(images, embedded.vectors, embedded.crops, strict=True):

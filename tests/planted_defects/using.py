@@ -134,14 +134,14 @@ USING = (
     ),
     Defect(
         "a request more than the limit is taken",
-        "plsc/serve/rate_limits.py",
+        "plsc/serve/access.py",
         "if self.total + amount > self._most:",
         "if self.total > self._most:",
         ("tests/serve/test_limits.py",),
     ),
     Defect(
         "one token may have what all have together",
-        "plsc/serve/rate_limits.py",
+        "plsc/serve/access.py",
         "self._held[owner] + amount > self._part:",
         "self._held[owner] + amount > self._most:",
         ("tests/serve/test_shares.py",),
@@ -172,7 +172,7 @@ USING = (
     ),
     Defect(
         "a search of many queries costs as much as one",
-        "plsc/serve/rate_limits.py",
+        "plsc/serve/access.py",
         "bucket.level -= max(count - 1, 0)",
         "bucket.level -= 0",
         ("tests/serve/test_rate_limits.py",),

@@ -28,8 +28,7 @@ from plsc.data import decode_image
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.errors import DataError
 from plsc.models.preprocessing import Preprocessing
-from plsc.serve.decoding import DecodeProcess, Decoders
-from plsc.serve.inputs import decode
+from plsc.serve.decoding import DecodeProcess, Decoders, decode
 from plsc.serve.settings import Limits
 
 MEGAPIXELS = 12_000_000

@@ -7,16 +7,16 @@ import pytest
 from support.live_service import DIM, Live, bearer, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
-from plsc.serve import rate_limits
+from plsc.serve import access
+from plsc.serve.access import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
 from plsc.serve.errors import ApiError
-from plsc.serve.rate_limits import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
 from plsc.serve.tokens import add_token
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     shown = [1000.0]
-    monkeypatch.setattr(rate_limits.time, "monotonic", lambda: shown[0])
+    monkeypatch.setattr(access.time, "monotonic", lambda: shown[0])
     return shown
 
 

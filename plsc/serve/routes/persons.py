@@ -12,6 +12,7 @@ from starlette.responses import Response
 from plsc.gallery.filters import Filter
 from plsc.gallery.values import Person
 from plsc.serve import schemas
+from plsc.serve.access import charge
 from plsc.serve.changes import (
     CONDITIONS_DESCRIBED,
     KEY_DESCRIBED,
@@ -21,7 +22,6 @@ from plsc.serve.changes import (
 )
 from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
-from plsc.serve.rate_limits import charge
 from plsc.serve.routing import (
     DELETED,
     LARGEST_ID,

@@ -14,10 +14,9 @@ from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.gallery.values import Match
 from plsc.index.ann import TUNED_FOR
 from plsc.serve import schemas
-from plsc.serve.access import ScoreView, current_caller
+from plsc.serve.access import ScoreView, charge, current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
-from plsc.serve.rate_limits import charge
 from plsc.serve.routing import (
     PICTURE_TYPES,
     DirectRoute,
