@@ -14,7 +14,6 @@ from support.waiting import wait_until
 
 from plsc.errors import UnsupportedError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.serve.tokens import add_token
 
 ODD_IDS = ["7", "a/b", "../x", "%2F?#&", "O'Hara", "李小龙 🙂", "x" * 128, " ", "faces/3", "1/faces/1/thumbnail"]
 
@@ -187,10 +186,10 @@ def test_while_a_request_is_in_hand_its_key_is_taken(live, place, monkeypatch):
 
 
 def test_keys_belong_to_a_token_and_outlive_the_process(tmp_path):
-    secrets = [add_token(tmp_path / "tokens.toml", name, "write", allow=["vectors"]) for name in ("one", "two")]
-    headers = [bearer(secret) for secret in secrets]
-    with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
-        assert live.ask("POST", "/v1/collections", {"name": "c"}, headers=headers[0]).status_code == 201
+    callers = {name: {"role": "write", "allow": ["vectors"]} for name in ("one", "two")}
+    with live_service(tmp_path, callers=callers) as live:
+        headers = [bearer(live.secrets[name]) for name in callers]
+        assert live.ask("POST", "/v1/collections", {"name": "c"}).status_code == 201
         made = [keyed(live, "/v1/collections/c/persons", person(1), "same", **one).json()["id"] for one in headers]
         assert len(set(made)) == 2
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
