@@ -361,12 +361,10 @@ def _audit_event(context: RequestContext) -> Event | None:
     """What the audit log calls a request; None for what is open to anyone."""
     if context.status in _REFUSED:
         return "refusal"
-    permission = context.permission
-    if permission.role is None:
+    if context.permission.role is None:
         return None
-    if permission.changes and context.scope["method"] not in ("GET", "HEAD"):
-        return "write"
-    return "search" if permission.counts_as == "searches" else "read"
+    kind = context.permission.rate_kind(context.scope["method"])
+    return "write" if kind == "writes" else "search" if kind == "searches" else "read"
 
 
 def body_too_large(limits: Limits) -> ApiError:

@@ -165,10 +165,7 @@ USING = (
         "plsc/serve/access.py",
         "if needed.all_collections and self.collections is not None:",
         "if needed.all_collections and self.collections == frozenset():",
-        (
-            "tests/serve/test_rights.py",
-            "tests/serve/test_tokens.py",
-        ),
+        ("tests/serve/test_tokens.py",),
     ),
     Defect(
         "a search of many queries costs as much as one",

@@ -88,17 +88,6 @@ def test_vectors_in_need_their_right(guarded):
     assert guarded.ask("root", "GET", "/v1/collections/staff").json()["faces"] == PERSONS
 
 
-def test_embeddings_out_need_their_right(guarded):
-    tensor = {"name": "images", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [7] * 768}
-    for path, body in (
-        ("/v1/embeddings", {"inputs": [image_input(picture(1))]}),
-        ("/v2/models/linear/infer", {"inputs": [tensor]}),
-        ("/v2/models/linear/versions/1/infer", {"inputs": [tensor]}),
-    ):
-        for name, status in (("camera", 403), ("reader", 403), ("vector-camera", 403), ("embedder", 200)):
-            assert guarded.ask(name, "POST", path, body).status_code == status, (path, name)
-
-
 def test_a_token_of_some_collections_knows_of_no_others(guarded):
     def listed(name: str) -> list[str]:
         return [one["name"] for one in guarded.ask(name, "GET", "/v1/collections").json()["collections"]]
@@ -108,12 +97,7 @@ def test_a_token_of_some_collections_knows_of_no_others(guarded):
     for name in ("guests", "nowhere"):  # whether it exists shows in nothing
         refused = guarded.ask("camera", "POST", f"/v1/collections/{name}/search", image)
         assert (refused.status_code, name in refused.text) == (403, False)
-    assert guarded.ask("camera", "GET", "/v1/collections/staff/persons").status_code == 403
     assert guarded.ask("writer", "GET", "/v1/collections/staff/persons").status_code == 200
-    assert guarded.ask("writer", "POST", "/v1/collections", {"name": "new"}).status_code == 403
-    assert guarded.ask("owner", "POST", "/v1/snapshots").status_code == 403
-    assert guarded.ask("owner", "POST", "/v1/collections/guests/compact").status_code == 200
-    assert guarded.ask("owner", "POST", "/v1/collections/staff/compact").status_code == 403
     told = guarded.ask("camera", "GET", "/v1/info").json()
     assert (told["role"], told["rights"], told["collections"], told["score_step"]) == ("search", [], ["staff"], STEP)
 
