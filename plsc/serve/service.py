@@ -257,7 +257,8 @@ class Service:
         caller = current_caller()
         decoding = self.decoders.submit(caller.name or caller.place, works, caller.name or caller.place[0])
         try:
-            return await asyncio.gather(*decoding)
+            decoded: list[DecodedImage] = await asyncio.gather(*decoding)
+            return decoded
         finally:
             for future in decoding:
                 future.cancel()  # those that wait or run, where one failed or the caller disconnected

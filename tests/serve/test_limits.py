@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from support.live_service import DIM, Live, answer_of, image_input, live_service
-from support.waiting import wait_until
+from support.waiting import held_up, wait_until
 
 from plsc.serve import observability
 from plsc.serve.settings import MIB, Limits
@@ -458,18 +458,8 @@ def known_connection(live: Live) -> socket.socket:
 
 
 def test_requests_in_progress_are_limited(live):
-    release, began = threading.Event(), threading.Semaphore(0)
-    original = live.service.store.collections
-
-    def blocked():
-        began.release()
-        release.wait(60)
-        return original()
-
-    live.service.store.collections = blocked
     with contextlib.ExitStack() as opened:
-        opened.callback(setattr, live.service.store, "collections", original)
-        opened.callback(release.set)
+        began, release = opened.enter_context(held_up(live.service.store, "collections"))
         request = b"GET /v1/collections HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         connections = [opened.enter_context(known_connection(live)) for _ in range(LIMITS.requests)]
         for connection in connections:

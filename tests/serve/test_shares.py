@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.live_service import Live, bearer, image_input, live_service, picture
-from support.waiting import wait_until
+from support.waiting import held_up, wait_until
 
 from plsc.serve import admission
 from plsc.serve.settings import MIB, Limits
@@ -103,17 +103,8 @@ def test_bodies_of_one_token_leave_room_for_the_others(guarded):
 
 
 def test_requests_in_flight_are_counted_for_each_token(guarded):
-    release, began = threading.Event(), threading.Semaphore(0)
-    original = guarded.live.service.store.collections
-
-    def blocked() -> Any:
-        began.release()
-        release.wait(60)
-        return original()
-
-    guarded.live.service.store.collections = blocked
     with contextlib.ExitStack() as closing:
-        closing.callback(release.set)
+        began, release = closing.enter_context(held_up(guarded.live.service.store, "collections"))
         head = "GET /v1/collections HTTP/1.1\nConnection: close\n"
         running = [closing.enter_context(guarded.as_camera(head)) for _ in range(4)]
         assert began.acquire(timeout=60)
