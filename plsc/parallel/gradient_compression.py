@@ -49,6 +49,7 @@ class Float16(BFloat16):
 class PowerSGD(GradientExchange):
     """torch's PowerSGD (Vogels et al., NeurIPS 2019, arXiv:1905.13727) with error feedback and warm start."""
 
+    delays_gradients = True
     forgets = "PowerSGD's error feedback, which begins at zero after one step that is exchanged whole"
 
     def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
@@ -116,6 +117,7 @@ class DeepGradientCompression(GradientExchange):
     takes the norm of all tensors, which DDP's buckets do not show before they are sent.
     """
 
+    delays_gradients = True
     keeps_state = True
 
     def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:

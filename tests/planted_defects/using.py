@@ -256,8 +256,8 @@ USING = (
     ),
     Defect(
         "averages of weights go with any strategy",
-        "plsc/config/checks.py",
-        "    _check_averaging(config)\n",
+        "plsc/config/parallel.py",
+        "        yield from _of_averaging(run)\n",
         "",
         ("tests/train/test_averaging_train.py",),
     ),

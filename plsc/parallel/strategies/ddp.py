@@ -61,12 +61,14 @@ class GradientExchange:
     Attributes:
         clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
         forgets: what a checkpoint does not hold of it, in words; empty: nothing.
+        delays_gradients: parts of gradients wait on the rank for later steps, and whole ones are compressed.
         keeps_state: whether :meth:`state` may have tensors.
         replicas_differ: whether ranks may have different weights now.
     """
 
     clipped_locally: frozenset[nn.Parameter] = frozenset()
     forgets = ""
+    delays_gradients = False
     keeps_state = False
     replicas_differ = False
 
