@@ -234,8 +234,10 @@ class Strategy:
         """Give :attr:`weights` the gradients of the backward passes, where the engine keeps them elsewhere."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, of the engine's weights and of :attr:`weights`."""
         self.net.zero_grad()
+        for weight in self.weights:
+            weight.parameter.grad = None
 
     # The state.
 
