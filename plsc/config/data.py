@@ -42,10 +42,10 @@ class DataConfig:
     """
 
     train: str = key("avatars:2000x30", also_called=("dataset", "data_dir", "root"))
-    image_size: int | tuple[int, ...] | None = key(None, least=16)
-    interpolation: str | None = key(None, choices=("bilinear", "bicubic"))
-    mean: float | tuple[float, ...] | None = key(None, least=0, most=255)
-    std: float | tuple[float, ...] | None = key(None, above=0)
+    image_size: int | tuple[int, ...] | None = key(None, least=16, is_fixed=True)
+    interpolation: str | None = key(None, choices=("bilinear", "bicubic"), is_fixed=True)
+    mean: float | tuple[float, ...] | None = key(None, least=0, most=255, is_fixed=True)
+    std: float | tuple[float, ...] | None = key(None, above=0, is_fixed=True)
     batch_size: int = key(128, least=1, also_called=("bs",))
     augment: str = key("flip", choices=("none", "flip", "affine", "standard"), in_stages=True)
     rotation_classes: bool = key(False, renamed_from="turned_classes")

@@ -68,7 +68,7 @@ class HeadConfig:
             keep going; for tables on host or mmap; 0: they wait for it.
     """
 
-    margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",))
+    margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",), is_fixed=True)
     s: float | None = key(None, above=0, in_stages=True)
     m: float | None = key(None, least=0, in_stages=True)
     m1: float | None = key(None, above=0, in_stages=True)
@@ -85,7 +85,7 @@ class HeadConfig:
     base: str | None = key(None, choices=("arc", "cos"), in_stages=True)
     plus: bool | None = key(None, in_stages=True)
     gradient: str | None = key(None, choices=("exact", "straight_through"), in_stages=True)
-    centers: int = key(1, least=1)
+    centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))

@@ -72,8 +72,8 @@ class OptimConfig:
         accumulate: Micro-batches per step (gradient accumulation); the step equals that of one large batch.
     """
 
-    name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS")
-    head: str | None = key(None, choices=("sgd", "adamw"))
+    name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS", is_fixed=True)
+    head: str | None = key(None, choices=("sgd", "adamw"), is_fixed=True)
     lr: float = key(0.1, above=0, also_called=("learning_rate", "base_lr"), in_stages=True)
     lr_scaling: str = key("none", choices="plsc.optim.schedules:LR_SCALINGS")
     base_batch: int = key(512, least=1)
@@ -86,7 +86,7 @@ class OptimConfig:
     layer_decay: float = key(1.0, above=0, most=1)
     betas: tuple[float, ...] = key((0.9, 0.999), least=0, below=1)
     eps: float = key(1e-08, above=0)
-    state_dtype: str = key("float32", choices=("float32", "int8"))
+    state_dtype: str = key("float32", choices=("float32", "int8"), is_fixed=True)
     schedule: str = key(
         "polynomial", choices="plsc.optim.schedules:SCHEDULES", also_called=("scheduler",), in_stages=True
     )

@@ -145,12 +145,12 @@ class Config:
             keeps its value.
     """
 
-    backbone: str = key("iresnet50", also_called=("model", "arch"))
-    embedding_dim: int = key(512, least=2)
+    backbone: str = key("iresnet50", also_called=("model", "arch"), is_fixed=True)
+    embedding_dim: int = key(512, least=2, is_fixed=True)
     precision: str = key(AUTO, choices=(AUTO, "fp32", "bf16", "fp16"), also_called=("amp", "dtype"))
     epochs: int | None = key(None, least=1, also_called=("num_epochs", "max_epochs"))
     steps: int | None = key(None, least=1, also_called=("max_steps", "iterations"))
-    seed: int = key(0, least=0, below=2**31, also_called=("random_seed",))
+    seed: int = key(0, least=0, below=2**31, also_called=("random_seed",), is_fixed=True)
     init_weights: str = key("", also_called=("pretrained",))
     head_ranks: int = key(0, least=0)
     sync_batchnorm: bool = key(False)

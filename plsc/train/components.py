@@ -176,7 +176,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     """Build every component; every rank calls. UsageError where the configuration asks for the impossible.
 
-    ``config.precision`` is not "auto" any more: :func:`plsc.config.precision.with_precision`.
+    ``config.precision`` is not "auto" any more: :func:`plsc.config.checks.with_precision`.
     """
     torch.manual_seed(config.seed)  # the same first weights on every rank
     strategy = raise_on_all_ranks(

@@ -1,4 +1,8 @@
-"""Data parallelism of the backbone: every rank holds all of it and averages its gradients."""
+"""Data parallelism of the backbone: every rank holds all of it and averages its gradients.
+
+How ranks exchange them is a :class:`GradientExchange`; the kinds that compress are in
+:mod:`plsc.parallel.gradient_compression`, averages of weights in :mod:`plsc.parallel.model_averaging`.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
