@@ -259,7 +259,7 @@ USING = (
         "plsc/config/parallel.py",
         "        yield from _of_averaging(run)\n",
         "",
-        ("tests/train/test_averaging_train.py",),
+        ("tests/test_config_refusals.py",),
     ),
     Defect(
         "the plan counts a sampled table's rows twice on the bus",
