@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.stores import DIM, GALLERY, MODEL, faces
 
-from plsc.gallery.sqlite.segments import RowMasks, SegmentView
+from plsc.gallery.sqlite.collection_state import RowMasks, SegmentView
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import NewPerson
 

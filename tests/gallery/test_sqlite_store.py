@@ -398,7 +398,7 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
 def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.sqlite.collection_state._RECALL_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RECALL_INTERVAL_SECONDS", 0.02)
     generator = np.random.default_rng(0)
     centres = generator.standard_normal((1000, DIM))
     store = open_people(tmp_path / "store", latency_ms=1e-6)  # which nothing meets: the fastest is taken

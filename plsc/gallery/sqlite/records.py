@@ -19,7 +19,7 @@ from plsc.errors import ConflictError
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
 from plsc.gallery.validation import now
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, StoredAnswer
-from plsc.index.rows import Int64
+from plsc.index.rows import Int64, Mask
 
 CHANGES = "changes"  # its last number is that of the last change
 _FETCH_ROWS = 2048  # vectors per read
@@ -50,6 +50,21 @@ class Faces:
     ids: Int64
     persons: Int64
     vectors: Float32
+
+    @classmethod
+    def empty(cls, count: int, dim: int) -> "Faces":
+        """Return room for ``count`` faces, of any content."""
+        ids, persons = np.empty((2, count), dtype=np.int64)
+        return cls(ids, persons, np.empty((count, dim), dtype=np.float32))
+
+    def put(self, start: int, others: "Faces") -> None:
+        """Write ``others`` over the rows from ``start`` on."""
+        part = slice(start, start + len(others.ids))
+        self.ids[part], self.persons[part], self.vectors[part] = others.ids, others.persons, others.vectors
+
+    def take(self, rows: slice | Mask) -> "Faces":
+        """Return some of the faces: a view of a slice, a copy of what a mask (n,) selects."""
+        return Faces(self.ids[rows], self.persons[rows], self.vectors[rows])
 
 
 # --- collections ---

@@ -25,21 +25,18 @@ import numpy.typing as npt
 
 from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter, PreparedFilter
-from plsc.gallery.person_search import search_persons
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
 from plsc.gallery.sqlite.backup import write_snapshot
-from plsc.gallery.sqlite.collection_state import AnnPlanner, CollectionState
+from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
 from plsc.gallery.sqlite.compaction import Compactor
 from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
-from plsc.gallery.sqlite.maintenance import Maintenance
+from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.sqlite.segments import RowMasks, SealedSegment, SegmentView
 from plsc.gallery.store import Change, Store, note_change
 from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
-from plsc.index.ann import ApproximateSearch
-from plsc.index.rows import Int64, unit_vectors
+from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
 
@@ -76,11 +73,11 @@ class SqliteStore(Store):
         if not 0 < compact_within < math.inf:
             raise UsageError(f"deleted faces cannot leave the files within {compact_within} s; give a time above 0")
         self.folder = Path(folder)
-        self._planner = AnnPlanner(latency_ms, self._publish_ann)
+        self._write_lock = threading.RLock()
+        self._planner = AnnPlanner(latency_ms, self._write_lock)
         self._lock, self._reserve, self._database = open_folder(
             self.folder, None if key_file is None else Path(key_file)
         )
-        self._write_lock = threading.RLock()
         try:
             compactor = Compactor(self._database, self.folder / COLLECTIONS, self._write_lock, precision)
             # Replaced, never modified: readers take it without a lock.
@@ -256,11 +253,7 @@ class SqliteStore(Store):
         state = self._state(collection)
         units = unit_vectors(queries, state.info.dim)
         view, masks = filter.found if isinstance(filter, PreparedFilter) else self._matching_rows(state, filter)
-
-        def knn(some: Float32, count: int) -> tuple[Float32, Int64, Int64]:
-            return view.knn(some, count, masks)
-
-        return search_persons(knn, units, k, threshold, view.max_faces)
+        return view.search(units, k, threshold, masks)
 
     def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter:
         """Look up who matches, so that a search with the result, on another thread, needs SQLite no more."""
@@ -353,10 +346,6 @@ class SqliteStore(Store):
             self._database.close()
             self._reserve.hold()
             self._lock.release()
-
-    def _publish_ann(self, state: CollectionState, sealed: SealedSegment, ann: ApproximateSearch) -> None:
-        with self._write_lock:
-            state.publish_ann(sealed, ann)
 
     def _state(self, name: str) -> CollectionState:
         state = self._states.get(name) if isinstance(name, str) else None
