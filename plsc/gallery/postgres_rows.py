@@ -12,10 +12,10 @@ import numpy as np
 
 from plsc.errors import ConflictError, IntegrityError
 from plsc.gallery import validation
-from plsc.gallery.filters import COMPARISONS, Condition, Filter, Kind, kind_of
+from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.person_search import Fetch, Neighbours
 from plsc.gallery.store import Rows
-from plsc.gallery.validation import ValidPerson, now
+from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Person, StoredAnswer
 
 SCHEMA = """

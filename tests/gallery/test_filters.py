@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import UsageError
-from plsc.gallery.filters import OPERATORS, Filter, check_metadata
+from plsc.gallery.filters import OPERATORS, Filter
+from plsc.gallery.validation import check_metadata
 
 ADA = {"city": "Bern", "age": 36, "height": 1.75, "member": True, "note": ""}
 
