@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -127,11 +127,8 @@ def rotate_key(store: Path, old: Path, new: Path) -> int:
     lock = FolderLock(store)
     try:
         remove_leftovers(path)
-        table = KeyTable(path, former)
-        try:
+        with closing(KeyTable(path, former)) as table:
             return table.rewrap(master)
-        finally:
-            table.close()
     finally:
         lock.release()
 

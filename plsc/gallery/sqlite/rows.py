@@ -311,10 +311,5 @@ class SqliteRows(Rows):
 def _read_summary(db: sqlite3.Connection, row: Sequence[Any]) -> PersonSummary:
     *values, checksum = row
     id, _, name, metadata, _, external_id, _, _ = values
-    try:
-        intact = checksum == records.person_checksum(*values)
-    except TypeError:  # a damaged header turned a text into bytes
-        intact = False
-    if not intact:
-        raise corrupt_row(db, f"person {id} is not what was written")
+    records.require_intact(db, checksum, records.person_checksum, values, f"person {id}")
     return PersonSummary(id, name, json.loads(metadata), external_id)
