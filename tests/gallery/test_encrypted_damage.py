@@ -6,7 +6,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.encrypted_store import Sealed, content_of, faces
+from support.encrypted_store import Sealed, faces
+from support.stores import content_of
 
 from plsc.files import describe_files, read_manifest, write_manifest
 from plsc.gallery.sqlite.backup import FORMAT, VERSION

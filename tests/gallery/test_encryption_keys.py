@@ -19,10 +19,9 @@ from support.encrypted_store import (
     enrol,
     exchange_vectors,
     faces,
-    flip,
     slot_of,
 )
-from support.stores import new_key_file
+from support.stores import flip, new_key_file
 
 from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
 from plsc.gallery.sqlite import keys
