@@ -88,7 +88,8 @@ def _digits(numbers: NDArray[np.int64], index: int) -> str:
 class ImageDataset(ABC):
     """Labelled images in a fixed order, whose labels are known without decoding any image.
 
-    Subclasses are sent to loader processes: they must pickle, and hold no open handle when they do.
+    A subclass defines :meth:`key`, and :meth:`picture`, or :meth:`image` where all images have one size. Subclasses are
+    sent to loader processes: they must pickle, and hold no open handle when they do.
 
     Attributes:
         source: the path or specification that the data set was opened from.
@@ -123,13 +124,14 @@ class ImageDataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @abstractmethod
     def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` as uint8 (3, H, W) RGB, of ``image_size`` where that is set.
+        """Return image ``index`` as uint8 (3, H, W) RGB: :meth:`picture`, resized when ``image_size`` is set.
 
         Raises:
             DataError: the image cannot be read; the message names its record.
         """
+        picture = self.picture(index)
+        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
     def picture(self, index: int) -> torch.Tensor:
         """Return image ``index`` as uint8 (3, H, W) in its stored size, or as :meth:`image` if it has none."""
@@ -162,11 +164,6 @@ class EncodedDataset(ImageDataset):
     def picture(self, index: int) -> torch.Tensor:
         """Return image ``index`` decoded, in its stored size."""
         return decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
-
-    def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` decoded, and resized when ``image_size`` is set."""
-        picture = self.picture(index)
-        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
 
 class FileDataset(EncodedDataset):
