@@ -319,8 +319,8 @@ class _PairSampler:
     ) -> NDArray[np.int64]:
         """Draw pairs, where image p forms those with the images from begin[p] on, others[p] of them.
 
-        If nearly all are wanted, they are listed and chosen among, since ``draw`` would mostly repeat itself. Otherwise it
-        is called until ``count`` pairs differ, which keep the order in which they first came.
+        If nearly all are wanted, they are listed and chosen among: ``draw`` would mostly repeat itself. Otherwise it is
+        called until ``count`` pairs differ, which keep the order in which they first came.
         """
         possible = int(others.sum())
         if possible < count:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.pictures import stored
 
 import plsc.data.record_dataset
 from plsc.data import open_dataset
@@ -30,9 +31,7 @@ PIECES = st.lists(
 
 
 def image_bytes(number: int, size: int = 16) -> bytes:
-    stored = io.BytesIO()
-    Image.new("RGB", (size, size), (number % 256, number // 256, 40)).save(stored, "PNG")
-    return stored.getvalue()
+    return stored(Image.new("RGB", (size, size), (number % 256, number // 256, 40)), "PNG")
 
 
 def foreign_record(content: bytes) -> bytes:
