@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plsc.data.codec import Encoding, decode_image, encode_image, resize_image
+from plsc.data.codec import Encoding, decode_image, encode_image
 from plsc.files import write_json
-from plsc.models.preprocessing import BILINEAR, ImageSize
+from plsc.models.preprocessing import BILINEAR, ImageSize, resize_image
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.regular_files import read_bytes
 

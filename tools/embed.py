@@ -107,7 +107,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _report(summary: dict[str, Any]) -> None:
-    from plsc.embedding.preprocessing import warning_summary
+    from plsc.models.preprocessing import warning_summary
 
     rate = ""
     if summary["embedded"]:

@@ -84,7 +84,7 @@ def extract(
     Returns:
         The same on every rank: "rows", "errors", "first_errors" (at most 10 of {"key", "error"}), "embedded" (in this
         call), "warnings" (their number in this call), "first_warnings" (at most 10 of {"key", "warning"}: see
-        :func:`plsc.embedding.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
+        :func:`plsc.models.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
         "model"; None if there was nothing to do).
 
     Raises:

@@ -10,12 +10,10 @@ import pybase64
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.data.codec import resize_image
 from plsc.embedding.detector import Detector
-from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
 from plsc.image_files import SUFFIXES, TooLargeError, suffix_of, unread_formats
-from plsc.models.preprocessing import Preprocessing, check_square
+from plsc.models.preprocessing import Preprocessing, check_square, picture_warnings, resize_image
 from plsc.serve.decode_process import FORMATS
 from plsc.serve.decoding import DecodeProcess
 from plsc.serve.errors import ApiError

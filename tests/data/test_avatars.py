@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from plsc.data import open_dataset
 from plsc.data.avatars import MAX_IMAGES, AvatarDataset, open_avatars
+from plsc.data.avatars.traits import conditions_of, traits_of
 from plsc.errors import UsageError
 
 DIGEST = """
@@ -75,6 +76,11 @@ def test_no_two_pictures_are_alike() -> None:
     pictures = raw_pixels(AvatarDataset(40, 5, image_size=32))
     similarity = pictures @ pictures.T - 2 * torch.eye(len(pictures))
     assert similarity.max() < 0.995
+
+
+def test_traits_differ_between_identities_and_conditions_between_images() -> None:
+    assert len({traits_of(identity) for identity in range(2000)}) == 2000
+    assert len({conditions_of(identity, image) for identity in range(40) for image in range(50)}) == 2000
 
 
 def test_raw_pixels_hardly_recognise_anyone() -> None:

@@ -188,14 +188,6 @@ def test_damaged_record_is_left_out_by_key(tmp_path: Path, where: int, value: by
     assert data.labels.tolist() == [0, 1, 2]
 
 
-def test_broken_image_is_named_when_decoded(tmp_path: Path) -> None:
-    records = without_header([0, 1])
-    records[1] = foreign_content(1.0, b"\x89PNG\r\n\x1a\n nonsense")
-    data = open_dataset(write_foreign(tmp_path, records))
-    with pytest.raises(DataError, match=r"image 1 of .*train\.rec does not decode"):
-        data.image(1)
-
-
 def test_lost_mark_without_index(tmp_path: Path) -> None:
     path = write_foreign(tmp_path, without_header([0, 1, 2]))
     content = bytearray(path.read_bytes())

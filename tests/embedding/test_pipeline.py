@@ -13,8 +13,8 @@ from plsc.data.codec import decode_image, encode_image
 from plsc.embedding.embedder import open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.pipeline import Batch, StallTimes, embedded_batches
-from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError
+from plsc.models.preprocessing import picture_warnings
 from plsc.tools.entry import main
 
 CPU = torch.device("cpu")
