@@ -116,7 +116,7 @@ def test_numbers_are_mapped_in_order_without_gaps(numbers: list[int]) -> None:
 @given(st.lists(st.text()), st.slices(30))
 def test_packed_strings_are_a_sequence(texts: list[str], piece: slice) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts] + ["\udcff"]
-    packed = PackedStringColumn(texts)
+    packed = PackedStringColumn.of(texts)
     assert list(packed) == texts
     assert packed[piece] == texts[piece]
     assert packed[-1] == "\udcff"
