@@ -94,18 +94,6 @@ def test_check_says_what_it_measured(folder: Path, capsys: pytest.CaptureFixture
     assert "sound; 48 rows of 32" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"embed @model.safetensors --data {PEOPLE} --out @two.emb --workers 0"
-    assert command(folder, f"{line} --nproc 2 --json @two.json") == 0
-    assert json.loads((folder / "two.json").read_text())["embedded"] == 48
-    sets = (EmbeddingSet(folder / name, verify=True) for name in ("two.emb", "gallery.emb"))
-    assert len({made.rows(0, 48).tobytes() for made in sets}) == 1
-    assert command(folder, f"{line} --json @again.json") == 0
-    again = json.loads((folder / "again.json").read_text())
-    assert (again["rows"], again["embedded"], again["images_per_second"]) == (48, 0, None)
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
