@@ -212,13 +212,8 @@ def test_embeddings_that_are_not_finite(tmp_path: Path) -> None:
 
 def test_wrong_requests(tmp_path: Path) -> None:
     pictures = Pictures(5)
-    for more, text in (
-        ({"batch_size": 0}, "batch size 0"),
-        ({"workers": -1}, "-1 workers"),
-        ({"dtype": "int8"}, "int8"),
-    ):
-        with pytest.raises(UsageError, match=text):
-            run(ONE, tmp_path / "set", pictures, **more)
+    with pytest.raises(UsageError, match="int8"):
+        run(ONE, tmp_path / "set", pictures, dtype="int8")
     with pytest.raises(UsageError, match="holds no images"):
         run(ONE, tmp_path / "set", Pictures(0))
     with pytest.raises(UsageError, match="cannot write into /proc/set"):

@@ -104,6 +104,7 @@ def test_check_says_what_it_measured(folder: Path, capsys: pytest.CaptureFixture
         ("embed @model.safetensors --data avatars:3x3 --out /proc/x", 2, "cannot write into /proc/x"),
         ("embed @model.safetensors --data avatars:3x3 --out @x --nproc 0", 2, "--nproc 0"),
         ("embed @model.safetensors --data avatars:3x3 --out @x --batch-size 0", 2, "--batch-size 0"),
+        ("embed @model.safetensors --data avatars:3x3 --out @x --workers -1", 2, "--workers -1"),
         ("embed @model.safetensors --data avatars:3x3 --out @x --landmarks p --detector mtcnn", 2, "give one of them"),
         ("embed @model.safetensors --data avatars:3x3 --out @x --detector onnx:no.onnx", 2, "no detector no.onnx"),
         ("embed @model.safetensors --data avatars:3x3 --out @gallery.emb", 2, "begun with the data"),
