@@ -18,7 +18,7 @@ from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import decode_image
 from plsc.models.preprocessing import resize_image
 from plsc.serve.errors import ApiError
-from plsc.serve.inputs import check_direction
+from plsc.serve.schemas import check_direction
 
 THRESHOLD = 0.6
 SETTINGS = {"threshold": THRESHOLD, "metrics_port": 0}
