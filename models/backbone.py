@@ -28,7 +28,7 @@ from plsc.nearest import did_you_mean
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
 
-# What arcface_torch calls them: in its configurations, and (without what follows _dp) where people ask for one.
+# What arcface_torch calls our backbones; people who ask for one leave out what follows _dp.
 ARCFACE_TORCH_NAMES = {
     "iresnet18": "r18",
     "iresnet34": "r34",
