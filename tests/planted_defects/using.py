@@ -253,10 +253,10 @@ USING = (
     ),
     Defect(
         "averages of weights go with any strategy",
-        "plsc/config/checks.py",
-        "    _check_averaging(config)\n",
+        "plsc/config/parallel.py",
+        "        yield from _of_averaging(run)\n",
         "",
-        ("tests/train/test_averaging_train.py",),
+        ("tests/test_config_refusals.py",),
     ),
     Defect(
         "the plan counts a sampled table's rows twice on the bus",
