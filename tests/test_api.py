@@ -17,11 +17,12 @@ from plsc import models
 from plsc.client import ServerError
 from plsc.data import write_pairs
 from plsc.data.alignment import TEMPLATE, align_face
-from plsc.data.codec import encode_image, resize_image
+from plsc.data.codec import encode_image
 from plsc.embedding.embedder import Embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
 from plsc.losses import Margin
+from plsc.models.preprocessing import resize_image
 from plsc.tools.entry import main
 
 SIZE, DIM = 32, 16
