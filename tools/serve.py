@@ -156,7 +156,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
-    from plsc.serve.rate_limits import parse_rate_limits
+    from plsc.serve.access import parse_rate_limits
     from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)
@@ -255,7 +255,7 @@ def _embed_blank(embedder: "Embedder") -> None:
     """Resize and embed a blank picture, so that nobody's first request waits seconds for imports and compilation."""
     import torch
 
-    from plsc.data.codec import resize_image
+    from plsc.models.preprocessing import resize_image
 
     oblong = torch.zeros(3, 3, 1, dtype=torch.uint8)  # of no model's size: what fits is not resized
     embedder(resize_image(oblong, embedder.image_size, embedder.preprocessing.interpolation)[None])

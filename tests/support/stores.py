@@ -88,6 +88,30 @@ def dump(store: Store) -> dict[str, Any]:
     }
 
 
+def content_of(folder: Path) -> dict[str, bytes]:
+    """What is in the files below ``folder``, which may be removed meanwhile."""
+    found = {}
+    for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
+        for path in (Path(parent) / name for name in names):
+            with suppress(FileNotFoundError):
+                found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def files_with(folder: Path, *needles: bytes) -> list[str]:
+    """The names of the files below ``folder`` that hold one of ``needles``."""
+    return [Path(name).name for name, content in content_of(folder).items() if any(one in content for one in needles)]
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    """Flip a bit of a file."""
+    with path.open("r+b") as file:  # in place: it may be mapped
+        file.seek(byte)
+        (found,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([found ^ 1 << bit]))
+
+
 def twin(store: Store) -> Model:
     """A model that holds what ``store`` holds."""
     model = Model()
@@ -146,15 +170,13 @@ class Kit:
 
     def again(self, store: Store) -> Store:
         """Close ``store``, the latest fresh one, and open it again."""
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         return self._keep(self._open_patiently())
 
     def restored(self, store: Store, snapshot: Path) -> Store:
         """A new store made of a snapshot of ``store``, the latest fresh one, which is closed."""
         former = Path(self._spec)
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         if self.kind not in ("sqlite", "encrypted"):
             store = self.fresh()
             copy_into(store, snapshot)
@@ -167,8 +189,7 @@ class Kit:
         """Put ``store`` under another key file and back, where it has one; returns it opened again."""
         if self._key_file is None:
             return store
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         other = new_key_file(Path(f"{self._spec}.key"))
         rotate_key(Path(self._spec), self._key_file, other)
         rotate_key(Path(self._spec), other, self._key_file)
@@ -182,6 +203,10 @@ class Kit:
         for store in self._opened:
             store.close()
         self._opened.clear()
+
+    def _shut(self, store: Store) -> None:
+        store.close()
+        self._opened.remove(store)
 
     def _keep(self, store: Store) -> Store:
         self._opened.append(store)
