@@ -5,7 +5,7 @@
 writes benchmarks/results/compiled_kernels.csv anew, or prints alone with --only. It
 needs triton, whose ptxas compiles for GPUs that are not there. Every kind of matrix instruction is counted, and the
 factor is the multiply-adds that the instructions of a program do over those that its products need. The command fails
-where a kernel spills registers, where a factor is not 1, or is above 4 of a float32 table. Nothing is timed.
+where a kernel spills registers, where a factor is not 1, or is above 2.5 of a float32 table. Nothing is timed.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
     "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
 }
-_MOST = {"bf16": 1.0, "fp32": 4.0}  # factor: float32 products are left to PyTorch, unless the kernels are asked for
+_MOST = {"bf16": 1.0, "fp32": 2.5}  # factor: bf16x3 without duplicates spills registers
 _LABEL = re.compile(r"^(\$L__BB\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
 _SHAPED = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\.[\w.:]*?m(\d+)n(\d+)k(\d+)\.[\w.]+")
