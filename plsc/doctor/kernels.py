@@ -99,7 +99,8 @@ def head(device: torch.device, tick: Tick) -> list[Line]:
 
 def _storages(device: torch.device) -> list[Shard]:
     """A table of each kind, whose size is yet to be chosen."""
-    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if device.type == "cuda" else ("ieee",)
+    has_units = device.type == "cuda" and "bf16" in low_precision_units(device).precisions
+    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if has_units else ("ieee",)
     float32 = [Shard(device, torch.float32, 0, fp32_precision=precision) for precision in precisions]
     return [*float32, Shard(device, torch.bfloat16, 0)]
 
