@@ -360,8 +360,9 @@ def load_faiss() -> Any:
 
 
 def knn(queries: Float32, base: Float32, k: int) -> tuple[Float32, Int64]:
-    """Find the rows of ``base`` (N, D) with the largest inner products with each of ``queries`` (Q, D), by faiss,
-    on a GPU where it has one and they are many.
+    """Find the rows of ``base`` (N, D) with the largest inner products with each of ``queries`` (Q, D), by faiss.
+
+    It does so on a GPU where it has one and the rows and queries are many (:func:`plsc.index.faiss_gpu.takes_search`).
 
     Returns:
         Scores (Q, min(k, N)) float32, best first, and rows (Q, min(k, N)) int64.
