@@ -379,27 +379,6 @@ def test_the_recommendation_is_toml_that_gives_it(tmp_path, capsys):
     assert "to change in the configuration" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--data.train", "nowhere.rec"], 2, "--classes"),
-        (["--classes", "0"], 2, "--classes 0"),
-        (["--classes", "2.5"], 2, "--classes: '2.5' is no count; write 2000000, 2M, 500k or 2e6"),
-        (["--images", "many"], 2, "--images: 'many' is no count"),
-        (["--classes", "10", "--gpus", "0"], 2, "--gpus 0"),
-        (["--classes", "10", "--gpu-memory", "much"], 2, "80GB"),
-        (["--classes", "10", "--device", "abacus"], 2, "h100"),
-        (["--classes", "10", "--head.wieght_dtype", "bfloat16"], 2, "head.weight_dtype"),
-        (["--classes", "10000000000"], 1, "--gpus"),
-    ],
-)
-def test_what_is_wrong_gets_one_line(arguments, code, says, capsys):
-    assert main(["plan", str(ROOT / "configs" / "avatars_quickstart.toml"), *arguments]) == code
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert says in error
-
-
 def test_a_driver_s_name_tells_the_data_sheet() -> None:
     sheets = {
         "NVIDIA A30": "a30",

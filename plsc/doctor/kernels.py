@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plsc.devices import low_precision_speed, low_precision_units
-from plsc.doctor.report import Line, absent, checked, failed, found
+from plsc.doctor.report import Line, Tick, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
 from plsc.head.backends.products import Fp32Precision
@@ -33,8 +33,6 @@ from plsc.losses.margins import ArcFace
 from plsc.native import build, head_kernels
 from plsc.optim.head_optimizers import HeadAdamW, HeadSGD
 from plsc.parallel.mesh import Mesh
-
-Tick = Callable[[str], None]
 
 _STORAGES = {"float32": ("float32", "float32"), "bfloat16 + int8": ("bfloat16", "int8")}
 _USUAL = {torch.float32: "SGD, float32 momentum", torch.bfloat16: "SGD, int8 momentum"}

@@ -15,13 +15,11 @@ from plsc.devices import (
     product_flops,
     shortest_seconds,
 )
-from plsc.doctor.report import Line, absent, checked, failed, found
+from plsc.doctor.report import Line, Tick, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.backends.triton_backend import runs_on
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
-
-Tick = Callable[[str], None]
 
 _SIDE = {"cpu": 512, "cuda": 8192}  # of square factors
 _COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes, beyond any cache

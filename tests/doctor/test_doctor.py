@@ -142,18 +142,10 @@ def test_a_forced_path_is_the_one_that_is_looked_at(doctor, monkeypatch):
     assert sections["choices"]["head, float32"]["text"].startswith("cpu backend: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--limit", "0"], "--limit 0: it must be more than 0"),
-        (["--only", "lungs"], "invalid choice: 'lungs'"),
-        (["--only", "machine"], "PLSC_CPU=mmx"),
-    ],
-)
-def test_wrong_arguments_and_an_unknown_path_are_one_line(capsys, monkeypatch, arguments, words):
+def test_an_unknown_path_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("PLSC_CPU", "mmx")
-    assert main(["doctor", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert main(["doctor", "--only", "machine"]) == 2
+    assert "PLSC_CPU=mmx" in capsys.readouterr().err
 
 
 # Planted faults ------------------------------------------------------------------------------------------------------
