@@ -27,6 +27,7 @@ from plsc.head.backends.self_check import (
 from plsc.head.backends.triton_backend import is_interpreted, runs_on
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
+from plsc.index import faiss_gpu
 from plsc.index.scan import PRECISIONS, ExactScan
 from plsc.losses.margins import ArcFace
 from plsc.native import build, head_kernels
@@ -54,7 +55,13 @@ def chosen(device: torch.device) -> list[Line]:
         scan = ExactScan(rows, precision=precision, device=device.type)
         where = "by torch" if scan.backend == "torch" else f"compiled for {scan.products}"
         lines.append(found(f"search, {precision}", f"{scan.backend} scan, {where}, on {device.type}"))
-    return [*lines, _precision(device)]
+    return [*lines, _index_building(), _precision(device)]
+
+
+def _index_building() -> Line:
+    """Where the cells of approximate indexes are found."""
+    reason = faiss_gpu.why_not()
+    return found("index building", "by faiss on the GPU" if reason is None else f"by faiss on the CPU: {reason}")
 
 
 def _precision(device: torch.device) -> Line:
@@ -97,7 +104,8 @@ def head(device: torch.device, tick: Tick) -> list[Line]:
 
 def _storages(device: torch.device) -> list[Shard]:
     """A table of each kind, whose size is yet to be chosen."""
-    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if device.type == "cuda" else ("ieee",)
+    has_units = device.type == "cuda" and "bf16" in low_precision_units(device).precisions
+    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if has_units else ("ieee",)
     float32 = [Shard(device, torch.float32, 0, fp32_precision=precision) for precision in precisions]
     return [*float32, Shard(device, torch.bfloat16, 0)]
 
