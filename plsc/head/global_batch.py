@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
-from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
+from plsc.parallel.collectives import all_gather_numbers, all_gather_rows
 from plsc.parallel.mesh import Mesh
 
 _TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
@@ -133,8 +133,8 @@ class LocalTargetRows:
             grad_embeddings[part] += picked.weight.to(dtype) * factor[:, None]
 
 
-def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Mesh) -> tuple[Tensor, LocalTargetRows]:
-    """Cosines (b,) of the group's samples with their own classes, from all shards in float64, and the local rows.
+def target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, LocalTargetRows]:
+    """Cosines (b,) float64 of the group's samples with their own classes, 0 where another shard's, and the local rows.
 
     Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
 
@@ -142,7 +142,6 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Me
         rows: the shard's rows in this batch.
         features: (b, D) unit embeddings of the group.
         position: (b,) index of each target among the selected classes, −1 where another shard owns it.
-        mesh: whose head group sums the cosines.
     """
     owned = position >= 0
     cos = torch.zeros_like(position, dtype=torch.float64)
@@ -152,7 +151,7 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Me
     nearest = torch.zeros_like(classes)
     for part in _parts(rows, len(position)):
         cos[part], nearest[part] = _nearest_rows(rows, classes[part], features[part])
-    return all_reduce_sum(torch.where(owned, cos, 0), mesh.head), LocalTargetRows(rows, owned, nearest)
+    return torch.where(owned, cos, 0), LocalTargetRows(rows, owned, nearest)
 
 
 def _nearest_rows(rows: ClassRows, classes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:

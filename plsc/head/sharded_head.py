@@ -232,9 +232,9 @@ class ShardedHead(nn.Module):
             kinds = f"{type(margin).__name__}, not {type(self.margin).__name__}"
             raise UsageError(f"a head keeps its kind of margin, and this one is {kinds}: make another head")
         self._refuse_while_batches_wait("margin")
-        was_bounded = is_bounded(self.margin)
+        was_bounded = is_bounded(self.margin, self.num_classes)
         self.margin = self.softmax.margin = margin
-        if is_bounded(margin) != was_bounded:  # kernels take bounded logits alone
+        if is_bounded(margin, self.num_classes) != was_bounded:  # kernels take bounded logits alone
             self.backend = self.softmax.backend = self._chosen_backend()
 
     def set_sample_rate(self, sample_rate: float) -> None:
@@ -256,7 +256,13 @@ class ShardedHead(nn.Module):
     def _chosen_backend(self) -> TorchBackend:
         """The backend for the present margin, the same on replicas. Every rank of head groups calls."""
         shape = HeadShape(
-            self.mesh.device, self._weight_dtype, self.dim, self.centers, self.margin, self.fp32_precision
+            self.mesh.device,
+            self._weight_dtype,
+            self.dim,
+            self.centers,
+            self.margin,
+            self.fp32_precision,
+            self.num_classes,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
         names = set(all_gather_object(backend.name, self.mesh.replicas))

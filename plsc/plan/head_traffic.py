@@ -95,7 +95,7 @@ def _first_plain(step: _Step) -> int:
     """Pass 1 by PyTorch: its logits, and the rows that both products and the norms' two factors read."""
     # the weighted logits are divided by norms; product read; exp, its sum
     logit = _logits(step) + 8 + _rounded(step) + step.width + 8 + 4
-    logit += 0 if is_bounded(make_margin(step.run.config.head)) else 4 + 8  # maximum, taken off
+    logit += 0 if is_bounded(make_margin(step.run.config.head), step.run.classes) else 4 + 8  # maximum, taken off
     logit += 12 if step.changes_negatives else 0  # times the slope
     return step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + 2 * _FLOAT)
 

@@ -176,7 +176,7 @@ def _member(run: PlanConfig) -> int:
 def has_fused_passes(run: PlanConfig, device: Device) -> bool:
     """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
     head, (dtype, precision) = run.config.head, _numbers(run)
-    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision)
+    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision, run.classes)
     return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
 
 
