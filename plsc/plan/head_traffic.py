@@ -124,12 +124,12 @@ def _updated(step: _Step) -> int:
 
 
 def _gradient_norm(step: _Step) -> int:
-    """Through the norms of the rows, and the gradient's norm (plsc.head.backends.torch_backend)."""
-    row = 0 if step.width == _FLOAT else step.width + _FLOAT  # weights in float32
-    # times 1/norm, times the gradient, its sum, taken off, times 1/norm; the norm
-    row += 8 + 12 + 4 + 12 + 8 + 4
+    """The square of the gradient's norm, from each row's and its part along the row (plsc.head.backends)."""
+    row = 4 + 4 + step.width + 4 + 4  # its norm; times the row, its sum
+    # 1/norm; norm, its square; sum, times 1/norm; taken off, no less than 0, square of 1/norm, times it; summed
+    numbers = 12 + 8 + 16 + 8 + 24 + 32 + 16 + 16 + 24 + 8
     listed = _listed_rows(step) - step.columns["class weights"] if step.is_fused and step.is_listed else 0
-    return step.updated * (row * step.dim + 4 * _FLOAT + listed)
+    return step.updated * (row * step.dim + numbers + listed)
 
 
 def _logits(step: _Step) -> int:

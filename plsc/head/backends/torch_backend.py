@@ -272,3 +272,14 @@ def backward_through_normalize(gradient: Tensor, chunk: Chunk) -> Tensor:
     unit = chunk.weight.to(gradient.dtype) * inverse
     along = (gradient * unit).sum(1, keepdim=True)
     return gradient.addcmul_(unit, along, value=-1).mul_(inverse)
+
+
+def squared_norm(gradient: Tensor, chunk: Chunk) -> Tensor:
+    """‖ρ(g − Ŵ⟨g, Ŵ⟩)‖² over all rows, a float64 scalar, for the gradient g by unit rows, which is overwritten.
+
+    It is Σ ρ²(‖g‖² − ⟨g, Ŵ⟩²): two reductions of each row, in float64, since they cancel where g is along the row.
+    """
+    inverse = chunk.inverse_norm.double()
+    square = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64).square_()
+    along = gradient.mul_(chunk.weight).sum(1, dtype=torch.float64).mul_(inverse)
+    return square.addcmul_(along, along, value=-1).clamp_(min=0).mul_(inverse.square()).sum()
