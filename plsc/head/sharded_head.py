@@ -254,7 +254,7 @@ class ShardedHead(nn.Module):
             raise UsageError(f"the head's {name} cannot change between a loss and its step(): step() first")
 
     def _chosen_backend(self) -> TorchBackend:
-        """The backend for the present margin, the same on replicas. Every rank of head groups calls."""
+        """The backend for the present margin, the same on replicas. Every rank calls."""
         shape = HeadShape(
             self.mesh.device,
             self._weight_dtype,
@@ -265,8 +265,15 @@ class ShardedHead(nn.Module):
             self.num_classes,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
-        names = set(all_gather_object(backend.name, self.mesh.replicas))
-        if len(names) == 1 or backend.name == "torch":
+        everyone, shards = all_gather_object((backend.name, _processor(self.mesh.device)), self.mesh), self.mesh.head
+        for shard in range(shards.world_size):
+            processors = sorted({processor for _, processor in everyone[shard :: shards.world_size]})
+            if len(processors) > 1:  # whose generators give other rows and other sampled classes
+                raise UsageError(
+                    f"replicas of a shard lie on {' and '.join(processors)}, which draw other random numbers: order "
+                    "ranks so that replicas have GPUs of one kind, or shard the table over all ranks (head_ranks = 0)"
+                )
+        if len({name for name, _ in everyone[shards.rank :: shards.world_size]}) == 1 or backend.name == "torch":
             return backend
         # replicas sum gradients chunk by chunk
         return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
@@ -379,3 +386,11 @@ def _check_sample_rate(sample_rate: object) -> None:
     """UsageError unless ``sample_rate`` is a number from 0 to 1."""
     if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
         raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
+
+
+def _processor(device: torch.device) -> str:
+    """What random numbers of torch's generators depend on, beside the seed: a GPU's kind; equal for all CPUs."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} ({properties.multi_processor_count} processors)"

@@ -60,6 +60,13 @@ TRAINING = (
         ("tests/head/test_state.py",),
     ),
     Defect(
+        "replicas of a shard lie on GPUs that draw other random numbers",
+        "plsc/head/sharded_head.py",
+        "if len(processors) > 1:",
+        "if len(processors) > len(everyone):",
+        ("tests/head/test_groups.py",),
+    ),
+    Defect(
         "all shards sample the same negatives",
         "plsc/head/sampling.py",
         "keyed_generator(self.device, self.seed, self.first + 1, batch)",
