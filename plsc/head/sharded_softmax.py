@@ -118,9 +118,9 @@ class ShardedSoftmax:
         phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
         batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
         partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
-        maximum, total = self._sum_over_shards(partial, None if target is not None else cos)
+        maximum, total, *others = self._sum_over_shards(partial, *([cos] if target is None else []))
         if target is None:
-            target = self._apply_margin(cos, gathered, training)
+            target = self._apply_margin(*others, gathered, training)
             batch = replace(batch, phi=target.phi, state=self.margin_state)
         losses, log_z, probability, grad = self._normalize(partial, target, maximum, total)
         loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
@@ -183,22 +183,16 @@ class ShardedSoftmax:
             *[None if values is None else gathered.local_group(values) for values in optional],
         )
 
-    def _sum_over_shards(self, partial: PartialSoftmax, cos: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The shards' largest maximum and their Σ exp(z − maximum) without targets, both (b,) float64.
+    def _sum_over_shards(self, partial: PartialSoftmax, *others: Tensor) -> list[Tensor]:
+        """The shards' largest maximum, their Σ exp(z − maximum) without targets, and the sums of ``others``.
 
-        ``cos``, the shard's own targets' cosines (b,), is summed in place by the same collective: over many ranks each
-        takes as long as its latency.
+        All are (b,) float64. Sums share a collective: over many ranks each takes as long as its latency.
         """
-        local = partial.maximum.double()
-        maximum = local
+        maximum, total = partial.maximum.double(), partial.total
         if not is_bounded(self.margin, self.table.shape.num_classes):
-            maximum = all_reduce_max(local.clone(), self.mesh.head)
-        total = partial.total * (local - maximum).exp()
-        if cos is None:
-            return maximum, all_reduce_sum(total, self.mesh.head)
-        both = all_reduce_sum(torch.stack([cos, total]), self.mesh.head)
-        cos.copy_(both[0])
-        return maximum, both[1]
+            highest = all_reduce_max(maximum.clone(), self.mesh.head)
+            maximum, total = highest, total * (maximum - highest).exp()
+        return [maximum, *all_reduce_sum(torch.stack([total, *others]), self.mesh.head)]
 
     def _normalize(
         self, partial: PartialSoftmax, target: TargetLogit, maximum: Tensor, total: Tensor
