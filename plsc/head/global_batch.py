@@ -130,7 +130,7 @@ class LocalTargetRows:
         for part in _parts(self.rows, len(strength)):
             picked = self.rows.picked(self.nearest[part])
             factor = strength[part] * picked.inverse_norm.to(dtype)
-            grad_embeddings[part] += picked.weight.to(dtype) * factor[:, None]
+            grad_embeddings[part].addcmul_(picked.weight.to(dtype), factor[:, None])
 
 
 def target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, LocalTargetRows]:
@@ -156,14 +156,19 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple
 
 def _nearest_rows(rows: ClassRows, classes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Each sample's cosine (n,) with the nearest centre of its class (n,), and that centre's row."""
-    weight = rows.picked(rows.rows_of(classes)).weight.double().view(len(classes), rows.centers, features.shape[1])
-    x = features.double()
-    norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
+    weight = rows.picked(rows.rows_of(classes)).weight.view(len(classes), rows.centers, features.shape[1])
+    norms = _norms(weight, 2) * _norms(features, 1)[:, None]
+    # the product of two bfloat16 is exact in float32: float64 begins with the sum
+    exact = weight.to(torch.float32 if weight.dtype == torch.bfloat16 else torch.float64, copy=True)
+    each = exact.mul_(features[:, None]).sum(2, dtype=torch.float64) / norms.clamp(min=SMALLEST_NORM)
     if rows.centers == 1:
         return each[:, 0], classes
     best, winner = each.max(dim=1)
     return best, classes * rows.centers + winner
+
+
+def _norms(vectors: Tensor, dim: int) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=dim, dtype=torch.float64)
 
 
 def _parts(rows: ClassRows, samples: int) -> Iterator[slice]:

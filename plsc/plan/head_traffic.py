@@ -202,9 +202,10 @@ def _samples(step: _Step) -> int:
     width, centers = step.width, step.run.config.head.centers
     widened = 0 if width == _FLOAT else width + _FLOAT
     number = 2 * width if step.run.head_ranks > 1 else 0  # unpacked
-    number += centers * (2 * width + width + 8 + 8 + 8) + width + 8 + 8 + 8  # rows; both in float64, norms, product
+    exact = _FLOAT if width < _FLOAT else 8  # of the type that holds their products
+    number += centers * (2 * width + width + width + 4 * exact) + 2 * width  # rows; norms, copies, products, sums
     number += 8 + 8  # divided by Z, times s/B
-    number += 2 * width + widened + 8 + 12 + 8  # rows, in float32, weighed, added, stored
+    number += 2 * width + widened + 12  # rows, in float32, weighed and added
     number += 2 * width  # joined for pass 2
     # this rank's own: norm, unit vector, rounded; norm, unit vector, gradient through the norm, times the loss's
     own = 4 + 8 + 4 + width + 4 + 16 + 20 + 12 + 4 + 8

@@ -32,7 +32,6 @@ PROCESSORS = 132  # of an H100
 _HOPPER_SHARED = 227 << 10  # bytes of shared memory that a block of threads may have there
 _FLOAT = 4
 _PASSES: tuple[Pass, Pass] = ("first", "second")
-_NORM_COPIES = 3  # likewise for the gradient's norm: gradient, unit rows, and their product
 WRITES = 3  # copies of rows of a host table whose updates return, at most; one more is in use, and one fetched ahead
 
 
@@ -227,8 +226,8 @@ def _norm_block(run: PlanConfig, device: Device) -> int:
     """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
     rows = chunk_rows(run, device)
     if not has_fused_passes(run, device):
-        return _plain_block(run, rows, passes=2, copies=_NORM_COPIES)
-    return max(_NORM_COPIES * rows * run.dim * _FLOAT, _gradients(run, rows))
+        return _plain_block(run, rows, passes=2)
+    return _gradients(run, rows)
 
 
 def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) -> int:
@@ -238,7 +237,7 @@ def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) ->
         run: the run.
         rows: of a chunk.
         passes: 1, or 2, which makes the rows' gradients.
-        copies: of a chunk's rows, gradient included, that its update or norm makes.
+        copies: of a chunk's rows, gradient included, that its update makes.
     """
     samples = run.samples_of(passes)
     width, dim = run.weight_width, run.dim

@@ -158,6 +158,7 @@ class Tracer(TorchDispatchMode):
         self.step, self.is_last_step = 0, False
         self.races = Races(self._raced)
         self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()  # on it
+        self._tables: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # in host memory
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def begin_step(self, *, last: bool) -> None:
@@ -265,6 +266,8 @@ class Tracer(TorchDispatchMode):
         if name == "lift_fresh" and made and made[0].device.type == "cuda" and place() != BACKWARD:
             self.wait("tensor of a number")
         devices = {t.device.type for t in (*taken, *made)}
+        if func.is_view and not all(isinstance(tensor, FakeTensor) for tensor in taken):
+            self._tables.update(tensor.untyped_storage() for tensor in made)
         if func.is_view or name in _NO_KERNEL:
             return
         where = place()
@@ -276,10 +279,17 @@ class Tracer(TorchDispatchMode):
             self.counts.moved[f"{where} {name}"] += _bytes(name, taken, made)
 
     def _use(self, taken: list[Tensor], written: list[Any], where: str, on_device: bool) -> None:
-        """Note which storages an operation reads and writes, of tensors that the trace has made."""
-        stored = {id(t): t.untyped_storage() for t in written if isinstance(t, FakeTensor)}
-        read = [t.untyped_storage() for t in taken if isinstance(t, FakeTensor) and id(t) not in stored]
-        self.races.use(_current_stream() if on_device else None, read, stored.values(), where)
+        """Note which storages an operation reads and writes.
+
+        But for tables in host memory, which are real: rows are read while others, or older ones, are written, and what
+        is on its way is forwarded (:mod:`plsc.head.staging`).
+        """
+        fake = {id(t): t.untyped_storage() for t in (*taken, *written) if isinstance(t, FakeTensor)}
+        kept = {key: storage for key, storage in fake.items() if storage not in self._tables}
+        stored = {key for key in map(id, written) if key in kept}
+        stream = _current_stream() if on_device else None
+        read = [storage for key, storage in kept.items() if key not in stored]
+        self.races.use(stream, read, [kept[key] for key in stored], where)
 
     def launched(self, tensors: list[Tensor]) -> None:
         """Note a launch of a kernel that may write each of its operands."""
