@@ -142,6 +142,8 @@ class ShardedSoftmax:
         if grad is None:
             return loss, None, pending
         local_targets.add_gradient(grad.mul_(scale), target_grad)
+        # In one piece: pieces of samples, scattered while pass 1 goes on with the next, would read the table once for each,
+        # and could be scattered only before 1/Z and the targets' share, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
         gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
         return loss, gradient, pending

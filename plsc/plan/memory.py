@@ -154,7 +154,7 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         "head, first norms": backbone.forward + waiting + widened,
     }
     if clips_head(run):
-        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["first"]
+        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["norm"]
     return phases
 
 
@@ -264,22 +264,23 @@ def _logit_bytes(run: PlanConfig, passes: int) -> tuple[int, int]:
 
 
 def _staged(run: PlanConfig, device: Device) -> dict[str, int]:
-    """Copies of rows of a table in host memory, during both passes and ``between`` them.
+    """Copies of rows of a table in host memory, during both passes and ``between`` them, and in pass 2 for the norm.
 
     Sampled rows are fetched once for both passes, and the next batch's ahead of them; without sampling, each pass
     fetches a chunk while it computes on the one before, the first pass without the optimizer's state. Updates of the
     last few are on their way back meanwhile.
     """
     if run.placement == "device":
-        return {"first": 0, "between": 0, "second": 0}
+        return {"first": 0, "between": 0, "norm": 0, "second": 0}
     row = row_bytes(run.config)
     whole, read = sum(row.values()), row["class weights"] + row["1/norms"]
     if run.is_sampled:
-        return dict.fromkeys(("first", "between", "second"), (WRITES + 2) * run.visited_rows * whole)
+        return dict.fromkeys(("first", "between", "norm", "second"), (WRITES + 2) * run.visited_rows * whole)
     rows = chunk_rows(run, device)
     return {
         "first": rows * (WRITES * whole + 2 * read),
         "between": rows * WRITES * whole,
+        "norm": rows * (WRITES * whole + 3 * read),  # the last chunk's until the next gradient is there
         "second": rows * (WRITES + 2) * whole,
     }
 
