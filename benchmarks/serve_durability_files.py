@@ -11,7 +11,8 @@ from typing import Any
 from serve_durability_people import Person, stored_vector
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.serve.audit_chain import log_files, parse_line, read_lines, verify
+from plsc.serve.audit import parse_line, read_lines
+from plsc.serve.audit_chain import log_files, verify
 
 _TEXT = re.compile(rb"text-(\d+)-(\d+)-")
 _NEEDLE = slice(8, 40)  # the bytes of a vector that are looked for

@@ -44,6 +44,7 @@ class Key:
         renamed_from: its former name in its section.
         also_called: names that other programs give to it, which errors answer with this one.
         in_stages: a stage of a run may give it another value.
+        is_fixed: a run that goes on keeps its value: stored tensors' shapes, samples' order or pixels depend on it.
         stands_for_section: a value in place of its section's table is the key's.
         name, hint, doc: its dotted name, type hint and meaning.
     """
@@ -57,6 +58,7 @@ class Key:
     renamed_from: str = ""
     also_called: tuple[str, ...] = ()
     in_stages: bool = False
+    is_fixed: bool = False
     stands_for_section: bool = False
     name: str = ""
     hint: Any = None

@@ -189,7 +189,6 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
         ("[optim]\nbetas = [0.9]", "it takes two"),
         ("[optim]\nmilestones = [3, 2]", "must rise"),
         ("[data]\nbatch_size = 1", "give 2 or more"),
-        ('[optim]\nname = "adamw"\n[head]\nmomentum_dtype = "none"', "leaves adamw no moments"),
         ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
         (
             "[optim]\nbetas = [0.8, 0.99]",

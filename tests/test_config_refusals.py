@@ -64,6 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel.averaging": "gossip"}, "averaging"),
     ({**LOCAL, "parallel.averaging_period": 1}, "averaging_period"),
     ({**LOCAL, "parallel.comm_hook": "bf16"}, "sends weights and no gradients"),
+    ({**LOCAL, **FSDP}, 'and parallel.strategy is "fsdp"; give strategy = "ddp"'),
     ({**LOCAL, "sync_batchnorm": True}, "sync_batchnorm"),
     ({**LOCAL, **CLIPPED}, "optim.clip_head"),
     ({"parallel.averaging": "hierarchical"}, "needs groups"),

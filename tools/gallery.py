@@ -245,8 +245,8 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _audit(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.serve.audit import audit_path
-    from plsc.serve.audit_chain import log_files, parse_head, read_lines, verify
+    from plsc.serve.audit import audit_path, read_lines
+    from plsc.serve.audit_chain import log_files, parse_head, verify
 
     path = audit_path(Path(args.store))
     if not args.verify:

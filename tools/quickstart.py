@@ -4,7 +4,7 @@ on, embed them, build an index, search, export to ONNX, fill a gallery.
     plsc quickstart --out quickstart
     plsc quickstart --serve
 
-It takes four to six minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
+It takes two to five minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
 embeddings, the index, model.onnx, the gallery with its calibration, and queries/*.jpg to drop on the page of the
 service. If it is stopped, the same command resumes it. --serve then serves the gallery; of a finished quickstart it
 does so at once.

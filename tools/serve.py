@@ -156,7 +156,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
-    from plsc.serve.rate_limits import parse_rate_limits
+    from plsc.serve.access import parse_rate_limits
     from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)

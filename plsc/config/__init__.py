@@ -7,9 +7,9 @@ functions only: ``--help`` and mistyped keys are answered without it.
 """
 
 from plsc.config.checks import check_together as check_together
-from plsc.config.checks import make_margin as make_margin
 from plsc.config.data import DataConfig as DataConfig
 from plsc.config.head import HeadConfig as HeadConfig
+from plsc.config.head import make_margin as make_margin
 from plsc.config.head import margin_keys as margin_keys
 from plsc.config.listing import describe as describe
 from plsc.config.listing import section_meaning as section_meaning

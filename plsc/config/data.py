@@ -1,12 +1,15 @@
 """The keys of [data]: the images of a run, and the preprocessing contract that they make."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plsc.toml_keys import key
+from plsc.errors import UsageError
+from plsc.toml_keys import key, toml_value
 
 if TYPE_CHECKING:
+    from plsc.config.sections import Config  # which imports this module
     from plsc.models.preprocessing import Preprocessing
 
 
@@ -39,10 +42,10 @@ class DataConfig:
     """
 
     train: str = key("avatars:2000x30", also_called=("dataset", "data_dir", "root"))
-    image_size: int | tuple[int, ...] | None = key(None, least=16)
-    interpolation: str | None = key(None, choices=("bilinear", "bicubic"))
-    mean: float | tuple[float, ...] | None = key(None, least=0, most=255)
-    std: float | tuple[float, ...] | None = key(None, above=0)
+    image_size: int | tuple[int, ...] | None = key(None, least=16, is_fixed=True)
+    interpolation: str | None = key(None, choices=("bilinear", "bicubic"), is_fixed=True)
+    mean: float | tuple[float, ...] | None = key(None, least=0, most=255, is_fixed=True)
+    std: float | tuple[float, ...] | None = key(None, above=0, is_fixed=True)
     batch_size: int = key(128, least=1, also_called=("bs",))
     augment: str = key("flip", choices=("none", "flip", "affine", "standard"), in_stages=True)
     rotation_classes: bool = key(False, renamed_from="turned_classes")
@@ -62,3 +65,26 @@ class DataConfig:
         """Return these keys with those of the preprocessing contract set."""
         values = {field.name: getattr(contract, field.name) for field in dataclasses.fields(contract)}
         return dataclasses.replace(self, **values)
+
+    def refusals(self, run: "Config") -> Iterator[str]:
+        """Say, one after another, what of ``run`` does not go with these keys."""
+        if self.batch_size == 1 and not run.sync_batchnorm:
+            yield "data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more"
+        if all(value is None for value in (self.image_size, self.mean, self.std)):
+            return
+        try:
+            image_size = self.preprocessing.image_size
+        except UsageError as error:
+            yield f"data.{error}"
+            return
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            numbers = value if isinstance(value, tuple) else (value or 0.0,)
+            if 0 < max(numbers) < 1:
+                scaled = toml_value([round(255 * number, 3) for number in numbers])
+                yield f"data.{name} = {toml_value(value)} is of values 0 to 1; of pixels 0 to 255 it is {scaled}"
+        for name, rotates in (("data.rotation_classes", self.rotation_classes), ("rotation_tta", run.rotation_tta)):
+            if rotates and not isinstance(image_size, int):
+                yield (
+                    f"{name} rotates images by 90 degrees, and data.image_size = {toml_value(self.image_size)} is no "
+                    "square; leave one of them out"
+                )

@@ -2,9 +2,23 @@
 
 import dataclasses
 import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from plsc.errors import UsageError
 from plsc.toml_keys import key
+
+if TYPE_CHECKING:
+    from plsc.config.sections import Config  # which imports this module
+    from plsc.losses.margins import Margin  # imports torch
+
+# What the head's own refusals say of its arguments, in the words of keys.
+_WORDS_OF_THE_HEAD = {
+    "averaging_period": "parallel.head_averaging_period",
+    "clip the backbone's alone": "leave optim.clip_head out",
+}
 
 
 @functools.cache
@@ -54,7 +68,7 @@ class HeadConfig:
             keep going; for tables on host or mmap; 0: they wait for it.
     """
 
-    margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",))
+    margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",), is_fixed=True)
     s: float | None = key(None, above=0, in_stages=True)
     m: float | None = key(None, least=0, in_stages=True)
     m1: float | None = key(None, above=0, in_stages=True)
@@ -71,7 +85,7 @@ class HeadConfig:
     base: str | None = key(None, choices=("arc", "cos"), in_stages=True)
     plus: bool | None = key(None, in_stages=True)
     gradient: str | None = key(None, choices=("exact", "straight_through"), in_stages=True)
-    centers: int = key(1, least=1)
+    centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
@@ -79,3 +93,49 @@ class HeadConfig:
     placement: str = key("device")
     journal: bool = key(False)
     staleness: int = key(0, least=0)
+
+    def refusals(self, run: "Config") -> Iterator[str]:
+        """Say, one after another, what of ``run`` does not go with these keys."""
+        if run.optim.head_name == "adamw" and self.momentum_dtype == "none":
+            yield 'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
+        try:
+            self._check_table(run)
+        except UsageError as error:
+            text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
+            for of_the_head, of_a_key in _WORDS_OF_THE_HEAD.items():
+                text = text.replace(of_the_head, of_a_key)
+            yield text
+        keep = run.checkpoint.keep
+        if self.journal and (keep.every_hours or keep.best):
+            yield (
+                "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "
+                "checkpoint.keep.best out, or give head.journal = false"
+            )
+        takes = margin_keys()[self.margin]
+        for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
+            if getattr(self, name) is not None and name not in takes:
+                yield f"head.{name} is no key of the margin {self.margin}, which takes {', '.join(takes)}"
+        try:
+            make_margin(self)
+        except UsageError as error:
+            yield str(error)
+
+    def _check_table(self, run: "Config") -> None:
+        """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
+        from plsc.head.replicas import ExchangeOptions
+        from plsc.head.storage import TableStorage
+
+        storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
+        exchange = ExchangeOptions(run.parallel.head_averaging_period, self.staleness)
+        exchange.check(storage, clips=run.optim.clip_head)
+
+
+def make_margin(head: HeadConfig) -> "Margin":
+    """The margin that [head] describes; UsageError for values that it does not take."""
+    from plsc.losses.margins import MARGINS
+
+    parameters = {name: getattr(head, name) for name in margin_keys()[head.margin]}
+    try:
+        return MARGINS[head.margin](**{name: value for name, value in parameters.items() if value is not None})
+    except UsageError as error:
+        raise UsageError(f"[head] margin {head.margin}: {error}") from None

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from plsc import arcface_torch, strict_toml
-from plsc.config.checks import EXCLUSIVE, check_together
-from plsc.config.sections import Config, get
+from plsc.config.checks import check_together
+from plsc.config.sections import EXCLUSIVE, Config, get
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Entry, Tables

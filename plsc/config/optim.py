@@ -1,9 +1,15 @@
 """The keys of [optim] and of its tables by weight: optimizers, learning rates, and their schedule."""
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from plsc.strict_toml import Table, tables
-from plsc.toml_keys import key
+from plsc.toml_keys import key, toml_value
+
+if TYPE_CHECKING:
+    from plsc.config.sections import Config  # which imports this module
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ class OptimConfig:
         accumulate: Micro-batches per step (gradient accumulation); the step equals that of one large batch.
     """
 
-    name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS")
-    head: str | None = key(None, choices=("sgd", "adamw"))
+    name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS", is_fixed=True)
+    head: str | None = key(None, choices=("sgd", "adamw"), is_fixed=True)
     lr: float = key(0.1, above=0, also_called=("learning_rate", "base_lr"), in_stages=True)
     lr_scaling: str = key("none", choices="plsc.optim.schedules:LR_SCALINGS")
     base_batch: int = key(512, least=1)
@@ -80,7 +86,7 @@ class OptimConfig:
     layer_decay: float = key(1.0, above=0, most=1)
     betas: tuple[float, ...] = key((0.9, 0.999), least=0, below=1)
     eps: float = key(1e-08, above=0)
-    state_dtype: str = key("float32", choices=("float32", "int8"))
+    state_dtype: str = key("float32", choices=("float32", "int8"), is_fixed=True)
     schedule: str = key(
         "polynomial", choices="plsc.optim.schedules:SCHEDULES", also_called=("scheduler",), in_stages=True
     )
@@ -98,3 +104,44 @@ class OptimConfig:
     def head_name(self) -> str:
         """The head's optimizer, "sgd" or "adamw"."""
         return self.head or ("sgd" if self.name in ("sgd", "lars") else "adamw")
+
+    def refusals(self, run: "Config") -> Iterator[str]:
+        """Say, one after another, what of ``run`` does not go with these keys."""
+        if len(self.betas) != 2:
+            yield f"optim.betas has {len(self.betas)} numbers; it takes two"
+        if list(self.milestones) != sorted(set(self.milestones)):
+            yield "optim.milestones must rise: each epoch later than the one before it"
+        yield from self._without_effect()
+        if self.state_dtype != "float32":
+            yield from self._of_state_dtype(run)
+
+    def _without_effect(self) -> Iterator[str]:
+        """What neither optimizer reads. A value that equals the default was as good as not given."""
+        from plsc.optim.backbone_optimizers import HYPERPARAMETERS
+
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        read = {*HYPERPARAMETERS[self.name], *HYPERPARAMETERS[self.head_name]}
+        for name in dict.fromkeys(name for names in HYPERPARAMETERS.values() for name in names):
+            value = getattr(self, name)
+            if name not in read and value != defaults[name]:
+                readers = [reader for reader, names in HYPERPARAMETERS.items() if name in names]
+                yield (
+                    f"optim.{name} = {toml_value(value)} has no effect: neither {self.name} nor the head's "
+                    f"{self.head_name} reads it; leave it out, or take {' or '.join(readers)}"
+                )
+
+    def _of_state_dtype(self, run: "Config") -> Iterator[str]:
+        """Of moments in 8 bits: no rank holds whole rows, or ranks' own moments would be averaged."""
+        parallel, cause = run.parallel, f'optim.state_dtype = "{self.state_dtype}"'
+        if self.name != "adamw":
+            yield f'{cause} is for adamw, and optim.name is "{self.name}"; give optim.name = "adamw"'
+        if parallel.tp > 1:
+            yield (
+                f"{cause} has scales for parts of rows, which parallel.tp = {parallel.tp} cuts elsewhere; give "
+                'strategy = "fsdp", which leaves rows whole, or state_dtype = "float32"'
+            )
+        if parallel.averaging != "none":
+            yield (
+                f'{cause} leaves ranks with codes of their own, which parallel.averaging = "{parallel.averaging}" '
+                'cannot merge; give state_dtype = "float32"'
+            )

@@ -1,8 +1,17 @@
 """The keys of [parallel]: placement of the backbone on the ranks, and the exchange of gradients or weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from plsc.errors import UsageError
 from plsc.toml_keys import key
+
+if TYPE_CHECKING:
+    from plsc.config.sections import Config  # which imports this module
+
+# Their step depends on norms or products of a whole layer.
+_WHOLE_LAYER_OPTIMIZERS = ("lars", "lamb", "adafactor", "muon")
 
 
 @dataclass(frozen=True)
@@ -80,3 +89,197 @@ class ParallelConfig:
     head_averaging_period: int = key(1, least=1)
     outer_momentum: float = key(0.9, least=0, below=1)
     timeout_seconds: float = key(600.0, above=0)
+
+    def refusals(self, run: "Config") -> Iterator[str]:
+        """Say, one after another, what of ``run`` does not go with these keys."""
+        yield from _of_the_hook(run)
+        yield from _of_averaging(run)
+        if (self.head_averaging_period > 1 or run.head.staleness) and run.head_ranks == 0:
+            yield (
+                "parallel.head_averaging_period and head.staleness are for the tables of several head groups; give "
+                "head_ranks, the ranks of a group"
+            )
+        yield from _of_the_strategy(run)
+        yield from _of_a_pipeline(run)
+        yield from _of_tensor_parallelism(run)
+
+    @property
+    def delays_gradients(self) -> bool:
+        """Whether ranks keep parts of gradients for later steps."""
+        from plsc.parallel.gradient_compression import HOOKS
+
+        return HOOKS[self.comm_hook].delays_gradients
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether the strategy leaves ranks parts of weights alone."""
+        return self.strategy in ("fsdp", "hsdp")
+
+
+def _of_the_hook(run: "Config") -> Iterator[str]:
+    hook, optim = run.parallel.comm_hook, run.optim
+    if run.parallel.delays_gradients and run.precision == "fp16":
+        yield (
+            f'parallel.comm_hook = "{hook}" adds gradients of several steps, whose loss scales differ under precision '
+            '= "fp16"; give precision = "bf16"'
+        )
+    if hook == "dgc" and optim.name != "sgd":
+        yield (
+            f'parallel.comm_hook = "dgc" takes the place of sgd\'s momentum, and optim.name is "{optim.name}"; give '
+            'optim.name = "sgd", or comm_hook = "powersgd"'
+        )
+    if hook == "dgc" and optim.clip_head:
+        yield (
+            'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
+            "to clip; leave it out"
+        )
+
+
+def _of_averaging(run: "Config") -> Iterator[str]:
+    parallel = run.parallel
+    name, together = parallel.averaging, f'parallel.averaging = "{parallel.averaging}"'
+    if name == "none":
+        return
+    if parallel.comm_hook != "none":
+        yield (
+            f'{together} sends weights and no gradients, which parallel.comm_hook = "{parallel.comm_hook}" would '
+            "compress; give one of them"
+        )
+    if parallel.strategy != "ddp":
+        yield (
+            f"{together} averages whole weights and leaves their states to the ranks, and parallel.strategy is "
+            f'"{parallel.strategy}"; give strategy = "ddp"'
+        )
+    if run.sync_batchnorm:
+        yield (
+            f"{together} lets ranks have different weights, of which sync_batchnorm would mix the statistics, and "
+            "communicates in every layer; leave it out"
+        )
+    if run.optim.clip_head:
+        yield (
+            f"{together} clips each rank's gradient by its own norm, so optim.clip_head has no common norm for the "
+            "class table; leave it out"
+        )
+    if name == "hierarchical" and parallel.averaging_group_ranks == 1:
+        yield f"{together} needs groups; give parallel.averaging_group_ranks, the ranks of a machine"
+    if name == "hierarchical" and parallel.averaging_period % parallel.averaging_group_period:
+        yield (
+            f"parallel.averaging_period = {parallel.averaging_period} is no multiple of averaging_group_period = "
+            f"{parallel.averaging_group_period}; give one"
+        )
+
+
+def _of_the_strategy(run: "Config") -> Iterator[str]:
+    parallel = run.parallel
+    name = parallel.strategy
+    if name != "hsdp" and parallel.shard_ranks:
+        yield f'parallel.shard_ranks is a number of hsdp, and parallel.strategy is "{name}"; leave it out'
+    if name == "zero1" and parallel.comm_hook == "dgc":
+        yield (
+            'parallel.comm_hook = "dgc" keeps momenta on every rank, which zero1 spreads; give comm_hook = "powersgd", '
+            'or strategy = "ddp"'
+        )
+    if parallel.offload and not parallel.cuts_weights:
+        yield f'parallel.offload goes with fsdp and hsdp, and parallel.strategy is "{name}"'
+    if parallel.cuts_weights:
+        yield from _of_parts(run, f'parallel.strategy = "{name}"')
+
+
+def _of_parts(run: "Config", cause: str) -> Iterator[str]:
+    """What needs whole weights or gradients, which ``cause`` cuts in parts."""
+    parallel, optim = run.parallel, run.optim
+    if optim.name in _WHOLE_LAYER_OPTIMIZERS:
+        yield (
+            f'optim.name = "{optim.name}" looks at whole layers, which {cause} cuts in parts; '
+            'give strategy = "zero1", whose weights are whole, or sgd, adamw or lion, which go element by element'
+        )
+    if parallel.delays_gradients:
+        yield (
+            f'parallel.comm_hook = "{parallel.comm_hook}" compresses whole gradients, and {cause} '
+            'sums parts; give comm_hook = "bf16", or strategy = "zero1" or "ddp"'
+        )
+    if parallel.bucket_mb is not None:
+        yield f"parallel.bucket_mb is of ddp and zero1; {cause} sums block by block"
+
+
+def _of_a_pipeline(run: "Config") -> Iterator[str]:
+    from plsc.models.vit import SHAPES
+    from plsc.parallel.strategies import STAGES_OF_A_RANK
+
+    parallel, pp = run.parallel, run.parallel.pp
+    if pp == 1:
+        if parallel.pp_micro_batches:
+            yield "parallel.pp_micro_batches is a number of pipelines, and parallel.pp is 1; leave it out"
+        return
+    cause = f"parallel.pp = {pp}"
+    if run.backbone not in SHAPES:
+        yield (
+            f'{cause} cuts the blocks of {", ".join(SHAPES)}, and backbone is "{run.backbone}"; give one of them, '
+            'or strategy = "fsdp"'
+        )
+    stages = pp * STAGES_OF_A_RANK[parallel.pp_schedule]
+    if stages > SHAPES[run.backbone].depth:
+        yield (
+            f'{cause} with pp_schedule = "{parallel.pp_schedule}" makes {stages} stages, and {run.backbone} has '
+            f"{SHAPES[run.backbone].depth} blocks; give a smaller pp"
+        )
+    yield from _of_micro_batches(run, parallel.pp_micro_batches or 2 * pp)
+    if parallel.averaging != "none" or parallel.delays_gradients:
+        yield (
+            f"{cause} exchanges gradients stage by stage, which averaging, powersgd and dgc do not know; give "
+            'averaging = "none" and comm_hook = "none", "bf16" or "fp16"'
+        )
+    if run.compile:
+        yield (
+            f"{cause} does not go with compile yet: compiled blocks failed in a stage's forward pass when they were "
+            "tried; leave compile out"
+        )
+    if run.head_ranks:
+        yield f"{cause} shards the class table over the ranks of the last stage; leave head_ranks out"
+
+
+def _of_micro_batches(run: "Config", count: int) -> Iterator[str]:
+    parallel = run.parallel
+    if count < parallel.pp:
+        yield (
+            f"parallel.pp_micro_batches = {count} leaves some of the pipeline's {parallel.pp} ranks without work at "
+            f"any time; give {parallel.pp} or more"
+        )
+    if parallel.pp_schedule == "interleaved" and count % parallel.pp:
+        yield (
+            f"parallel.pp_micro_batches = {count} is no multiple of pp = {parallel.pp}, as the interleaved schedule "
+            "needs; give one"
+        )
+    if run.data.batch_size < 2 * count:
+        yield (
+            f"data.batch_size = {run.data.batch_size} has less than two samples for each of the pipeline's {count} "
+            f"micro-batches, and batch normalisation needs two; give {2 * count} or more, or fewer pp_micro_batches"
+        )
+
+
+def _of_tensor_parallelism(run: "Config") -> Iterator[str]:
+    parallel, cause = run.parallel, f"parallel.tp = {run.parallel.tp}"
+    if parallel.tp == 1:
+        return
+    if parallel.strategy == "zero1":
+        yield (
+            f'{cause} goes with ddp, fsdp and hsdp, and parallel.strategy is "zero1"; give "fsdp", '
+            "which spreads the optimizer's state too"
+        )
+    yield from _of_parts(run, cause)
+    if parallel.averaging != "none":
+        yield (f'parallel.averaging = "{parallel.averaging}" averages whole weights; {cause} cuts them; leave one out')
+    if run.compile:
+        yield f"{cause} splits layers by hooks that torch.compile does not take: leave compile out"
+    import torch
+
+    from plsc.models import create
+    from plsc.parallel.strategies.tensor_parallel import check_tensor_parallel
+
+    with torch.device("meta"):
+        size = run.data.preprocessing.image_size
+        backbone = create(run.backbone, embedding_dim=run.embedding_dim, image_size=size)
+    try:
+        check_tensor_parallel(backbone, run.backbone, parallel.tp)
+    except UsageError as error:
+        yield str(error)

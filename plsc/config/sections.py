@@ -5,17 +5,22 @@ type, default and limits, and its meaning is in the section's docstring; both ar
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from plsc import arcface_torch
 from plsc.config.data import DataConfig
 from plsc.config.head import HeadConfig
 from plsc.config.optim import OptimConfig
 from plsc.config.parallel import ParallelConfig
+from plsc.nearest import did_you_mean
 from plsc.strict_toml import Table, tables
-from plsc.toml_keys import key
+from plsc.toml_keys import key, toml_value
 
 AUTO = "auto"  # the precision that suits the device
+# Of each pair one may be given; on the command line it takes the place of the file's other one.
+EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
 
 
 @dataclass(frozen=True)
@@ -140,12 +145,12 @@ class Config:
             keeps its value.
     """
 
-    backbone: str = key("iresnet50", also_called=("model", "arch"))
-    embedding_dim: int = key(512, least=2)
+    backbone: str = key("iresnet50", also_called=("model", "arch"), is_fixed=True)
+    embedding_dim: int = key(512, least=2, is_fixed=True)
     precision: str = key(AUTO, choices=(AUTO, "fp32", "bf16", "fp16"), also_called=("amp", "dtype"))
     epochs: int | None = key(None, least=1, also_called=("num_epochs", "max_epochs"))
     steps: int | None = key(None, least=1, also_called=("max_steps", "iterations"))
-    seed: int = key(0, least=0, below=2**31, also_called=("random_seed",))
+    seed: int = key(0, least=0, below=2**31, also_called=("random_seed",), is_fixed=True)
     init_weights: str = key("", also_called=("pretrained",))
     head_ranks: int = key(0, least=0)
     sync_batchnorm: bool = key(False)
@@ -169,6 +174,37 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     stage: tuple[Table, ...] = tables(StageKeys)
+
+    def refusals(self) -> Iterator[str]:
+        """Say, one after another, what of this run, without its stages, does not go together."""
+        for first, second in EXCLUSIVE:
+            if all(get(self, name) is not None for name in (first, second)):
+                yield f"{first} and {second} are both given; keep one"
+        yield from self._of_the_backbone()
+        for section in (self.data, self.optim, self.parallel, self.head):
+            yield from section.refusals(self)
+        if self.fp8:
+            yield from self._of_fp8()
+
+    def _of_the_backbone(self) -> Iterator[str]:
+        from plsc.models import names  # imported here: --help needs no backbones
+
+        if self.backbone not in names() and not self.backbone.startswith("timm:"):
+            hint = arcface_torch.backbone_hint(self.backbone)
+            nearest = did_you_mean(self.backbone, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
+            yield f"backbone = {toml_value(self.backbone)} does not exist{f'; {hint}' if hint else nearest}"
+
+    def _of_fp8(self) -> Iterator[str]:
+        """Products in float8 are refused where there are none, or nobody has tried."""
+        from plsc.models.vit import SHAPES
+
+        if self.backbone not in SHAPES:
+            yield f'fp8 is for {", ".join(SHAPES)}, and backbone is "{self.backbone}"; leave fp8 out'
+        if self.precision not in ("bf16", AUTO):
+            yield f'fp8 goes with precision = "bf16", and precision is "{self.precision}"; give "bf16"'
+        for name in ("tp", "pp"):
+            if (ranks := getattr(self.parallel, name)) > 1:
+                yield f"fp8 is not made for parallel.{name} = {ranks}; leave one of them out"
 
 
 def get(config: Config, name: str) -> Any:

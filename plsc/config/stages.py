@@ -1,15 +1,14 @@
-"""The stages of a run: the configuration that holds in each, and checks of their order.
+"""The stages of a run: the configuration that holds in each, and what stages do not go with.
 
 A stage begins after a number of steps or epochs and changes some keys; those that it does not give keep their values.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 from plsc.config.sections import Config, get
-from plsc.errors import UsageError
 from plsc.strict_toml import Table
 
 BEGINNING = ("from_step", "from_epoch")
@@ -42,33 +41,46 @@ def stage_configs(config: Config) -> list[Config]:
     return found
 
 
-def check_stages(config: Config) -> None:
-    """Check when the stages begin: what only the data can tell, the length of an epoch, is left to the trainer."""
+def refusals_of_stages(config: Config) -> Iterator[str]:
+    """Say when stages begin that cannot: what only the data can tell, an epoch's length, is left to the trainer.
+
+    And what does not go with weights that freeze or thaw.
+    """
     for number, stage in enumerate(config.stage, start=1):
         given = [name for name in BEGINNING if name in stage.values]
         if len(given) != 1:
-            raise UsageError(
-                f"stage {number} gives {' and '.join(given) or 'no beginning'}; give from_step or from_epoch"
-            )
+            yield f"stage {number} gives {' and '.join(given) or 'no beginning'}; give from_step or from_epoch"
         if not changes_of(stage):
-            raise UsageError(f"stage {number} changes nothing; give it a key to change, such as optim.lr")
-        _check_within_run(number, stage, config)
+            yield f"stage {number} changes nothing; give it a key to change, such as optim.lr"
+        for name, length in (("from_step", config.steps), ("from_epoch", config.epochs)):
+            if length is not None and stage.values.get(name, 0) >= length:
+                yield (
+                    f"stage {number} begins at {name} = {stage.values[name]:g}, where the run is over "
+                    f"({name[5:]}s = {length}); begin it earlier, or raise {name[5:]}s"
+                )
     for number, (earlier, later) in enumerate(pairwise(config.stage), start=2):
         for name in BEGINNING:
             if name in earlier.values and name in later.values and later.values[name] <= earlier.values[name]:
-                raise UsageError(
+                yield (
                     f"stage {number} begins at {name} = {later.values[name]:g}, not after the one before it "
                     f"({earlier.values[name]:g}); put stages in the order in which they begin"
                 )
+    yield from _of_frozen(config)
 
 
-def _check_within_run(number: int, stage: Table, config: Config) -> None:
-    for name, length in (("from_step", config.steps), ("from_epoch", config.epochs)):
-        if length is not None and stage.values.get(name, 0) >= length:
-            raise UsageError(
-                f"stage {number} begins at {name} = {stage.values[name]:g}, where the run is over "
-                f"({name[5:]}s = {length}); begin it earlier, or raise {name[5:]}s"
-            )
+def _of_frozen(config: Config) -> Iterator[str]:
+    """Of weights that freeze or thaw: ranks keep parts of gradients, or have weights of their own."""
+    frozen, parallel = {stage.frozen for stage in stage_configs(config)}, config.parallel
+    if len(frozen) > 1 and parallel.delays_gradients:
+        yield (
+            f'parallel.comm_hook = "{parallel.comm_hook}" keeps back parts of gradients for later steps, so no stage '
+            'can change frozen; give comm_hook = "bf16", or the same frozen to the whole run'
+        )
+    if (len(frozen) > 1 or "*" in config.frozen) and parallel.averaging != "none":
+        yield (
+            f'parallel.averaging = "{parallel.averaging}" moves weights without gradients, so no stage can change '
+            "frozen, and not all can be frozen; leave it out, or give the same frozen to the whole run"
+        )
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -4,9 +4,7 @@ Half precision and PowerSGD are torch's DDP communication hooks. Deep Gradient C
 arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up and sends the largest sums only.
 """
 
-import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,102 +14,14 @@ from torch.futures import Future
 
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies.ddp import ExchangeOptions as ExchangeOptions
+from plsc.parallel.strategies.ddp import GradientExchange as GradientExchange
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
 _WARMUP_STAGES = 4  # densities 1/4, 1/16, 1/64 and 1/256 (section 3.3 of the paper)
 _MIN_COMPRESSION_RATE = 2  # PowerSGD leaves a matrix dense that it would not shrink by more
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """Options of all hooks and averages, by the names of the keys of [parallel]; each reads those that it needs.
-
-    Attributes:
-        powersgd_rank: rank of PowerSGD's approximation of a gradient as a matrix.
-        powersgd_start_step: the step, counted from 0, from which PowerSGD compresses.
-        dgc_sparsity: share of a tensor's elements that Deep Gradient Compression does not send in a step.
-        dgc_warmup_steps: steps over which the sparsity rises to that, in four stages.
-        dgc_dense_below: tensors with fewer elements than this are sent whole.
-        clip_norm: Deep Gradient Compression's bound on the norm of the ranks' gradients together; 0: none.
-        averaging_period: steps from one average of weights over all ranks to the next.
-        averaging_start_step: post_local_sgd: steps of the run before which gradients are averaged over all ranks.
-        averaging_group_ranks: consecutive ranks that average more often, a divisor of all ranks; 1: none.
-        averaging_group_period: hierarchical: steps from one average within such a group to the next; 1: gradients are
-            averaged there at every step, as they are in the groups of the other ways.
-        outer_lr, outer_momentum: diloco: of the outer optimizer.
-    """
-
-    powersgd_rank: int = 1
-    powersgd_start_step: int = 1000
-    dgc_sparsity: float = 0.999
-    dgc_warmup_steps: int = 0
-    dgc_dense_below: int = 16384
-    clip_norm: float = 0.0
-    averaging_period: int = 8
-    averaging_start_step: int = 1000
-    averaging_group_ranks: int = 1
-    averaging_group_period: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-
-
-class GradientExchange:
-    """DDP's own all-reduce in the gradients' precision; the base of those that compress.
-
-    Args:
-        mesh: the ranks that exchange.
-        module: whose gradients or weights are exchanged, on the mesh's device already.
-        options: of all kinds.
-
-    Attributes:
-        clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
-        forgets: what a checkpoint does not hold of it, in words; empty: nothing.
-        keeps_state: whether :meth:`state` may have tensors.
-        replicas_differ: whether ranks may have different weights now.
-    """
-
-    clipped_locally: frozenset[nn.Parameter] = frozenset()
-    forgets = ""
-    keeps_state = False
-    replicas_differ = False
-
-    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
-        self._mesh, self._options = mesh, options
-
-    def register(self, net: "DistributedDataParallel") -> None:
-        """Make ``net`` exchange its gradients in this way."""
-
-    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over what the exchange computes in the optimizer's place."""
-
-    def begin(self, step: int) -> None:
-        """Begin the optimizer step of this number, counted from 0."""
-
-    def settle(self, skip: Tensor) -> None:
-        """Keep what this step's exchange changed on the rank, or forget it where ``skip``, a scalar, is not 0."""
-
-    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
-        """Return the bytes that a rank contributes to the collectives of a step.
-
-        An all-reduce moves twice as many per rank, in and out; an all-gather brings every other rank's.
-        """
-        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Let the parameters hold the average over all ranks, where ranks have their own, until the block ends."""
-        return contextlib.nullcontext()
-
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """Set tensors to their averages over all ranks, where ranks have their own."""
-
-    def state(self) -> dict[str, Tensor]:
-        """This rank's tensors that the next steps build on, by name."""
-        return {}
-
-    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-        """Take over ``tensors`` of :meth:`state`, and from a restored ``optimizer`` what :meth:`take_momentum` says."""
 
 
 class BFloat16(GradientExchange):
@@ -139,6 +49,7 @@ class Float16(BFloat16):
 class PowerSGD(GradientExchange):
     """torch's PowerSGD (Vogels et al., NeurIPS 2019, arXiv:1905.13727) with error feedback and warm start."""
 
+    delays_gradients = True
     forgets = "PowerSGD's error feedback, which begins at zero after one step that is exchanged whole"
 
     def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
@@ -206,6 +117,7 @@ class DeepGradientCompression(GradientExchange):
     takes the norm of all tensors, which DDP's buckets do not show before they are sent.
     """
 
+    delays_gradients = True
     keeps_state = True
 
     def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
@@ -364,10 +276,10 @@ HOOKS: dict[str, type[GradientExchange]] = {
 
 
 def gradient_exchange(
-    hook: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions = ExchangeOptions()
+    hook: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions | None = None
 ) -> GradientExchange:
     """Return the exchange of gradients that ``hook`` names in HOOKS; with one rank there is none, whatever its name."""
-    return (HOOKS[hook] if mesh.world_size > 1 else GradientExchange)(mesh, module, options)
+    return (HOOKS[hook] if mesh.world_size > 1 else GradientExchange)(mesh, module, options or ExchangeOptions())
 
 
 def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:

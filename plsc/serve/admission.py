@@ -14,12 +14,11 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plsc.gallery.store import collect_changes, take_changes
-from plsc.serve.access import Caller, Permission, local_caller, set_caller
+from plsc.serve.access import Allowance, Caller, Permission, RateLimiter, Shared, local_caller, rate_headers, set_caller
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
-from plsc.serve.rate_limits import Allowance, RateLimiter, Shared, rate_headers
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
@@ -296,7 +295,8 @@ class Admission:
         context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)
-        collect_changes()
+        if permission.changes:
+            collect_changes()
         context.allowance = self._rates.admit(context.owner, caller.rates, permission.rate_kind(scope["method"]))
         scope["state"]["service"] = self._lifecycle.service
         if context.body_complete:
@@ -361,12 +361,10 @@ def _audit_event(context: RequestContext) -> Event | None:
     """What the audit log calls a request; None for what is open to anyone."""
     if context.status in _REFUSED:
         return "refusal"
-    permission = context.permission
-    if permission.role is None:
+    if context.permission.role is None:
         return None
-    if permission.changes and context.scope["method"] not in ("GET", "HEAD"):
-        return "write"
-    return "search" if permission.counts_as == "searches" else "read"
+    kind = context.permission.rate_kind(context.scope["method"])
+    return "write" if kind == "writes" else "search" if kind == "searches" else "read"
 
 
 def body_too_large(limits: Limits) -> ApiError:

@@ -1,7 +1,18 @@
 """The audit log: who did, read and was refused what; in a chain of hashes, and on disk before a write is answered.
 
-A thread writes the lines, those of all requests that wait together, and syncs the file once for them. The form of the
-log is that of :mod:`plsc.serve.audit_chain`.
+A thread writes the lines, those of all requests that wait together, and syncs the file once for them. Each line carries
+a number and the SHA-256 of the line before, so that what was changed shows:
+
+{"sequence": 7, "time": "…", "event": "write", "token": "desk", …, "previous": "64 hexadecimal digits"}
+
+The log is FILE.1, FILE.2 and so on, oldest first, and last FILE itself, in which lines are written. The first line of
+all is a ``genesis``; every file that follows begins with a ``rotated``, whose ``kept_from`` is the number of the first
+line that was meant to be kept. What a crash left of a line stands in the ``recovered`` that follows it.
+
+A store numbers its changes from 1 on, and the line of a request names those that it made as ``changes``. A process that
+is killed between a commit and the line leaves a number that no line has. The next start finds it, and says so in an
+entry of its own: ``gap``, with ``missing``, a list of [first, last]. The first line of a file that follows another says
+what is known by then: all up to ``changes_to``, and of later ones ``changes``.
 """
 
 import asyncio
@@ -9,30 +20,105 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import orjson
 
 from plsc.errors import UsageError, first_line
 from plsc.files import sync
 from plsc.gallery.validation import now
 from plsc.progress import note
-from plsc.serve import audit_chain
 
 Event = Literal["write", "read", "search", "refusal"]
 EVENTS: dict[str, Event] = {"writes": "write", "reads": "read", "searches": "search", "refusals": "refusal"}
 ROTATED_BYTES = 64 * 2**20
 MAX_IDS = 256  # in a line
+FIRST_PREVIOUS = "0" * 64
+_MAX_BEYOND = 10_000  # changes in flight at the same time are far fewer: what is missing then does not come any more
+_MAX_RANGES = 256  # in a line
 _REFUSALS_A_MINUTE = 60  # a flood of them must not fill the disk
 _TORN_BYTES = 4096  # of what a crash left, shown
 _CLOSING_SECONDS = 10.0
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _sync = getattr(os, "fdatasync", os.fsync)  # not every system has the former
+
+
+class Head(NamedTuple):
+    """A line by its number and the SHA-256 of its bytes; written as NUMBER:SHA256."""
+
+    sequence: int
+    sha256: str
+
+    def __str__(self) -> str:
+        """The form that :func:`plsc.serve.audit_chain.parse_head` reads."""
+        return f"{self.sequence}:{self.sha256}"
+
+    @classmethod
+    def of(cls, line: bytes, entry: dict[str, Any]) -> "Head":
+        """The head of a line and its entry."""
+        return cls(entry["sequence"], hashlib.sha256(line.removesuffix(b"\n")).hexdigest())
+
+    def line(self, entry: dict[str, Any]) -> tuple[bytes, "Head"]:
+        """The line after this one, and its head."""
+        numbered = {"sequence": self.sequence + 1, **entry, "previous": self.sha256}
+        line = orjson.dumps(numbered) + b"\n"
+        return line, Head.of(line, numbered)
+
+
+BEGINNING = Head(-1, FIRST_PREVIOUS)
+
+
+class ChangesSeen:
+    """The changes with lines: all up to ``to``, and those in ``beyond``."""
+
+    def __init__(self) -> None:
+        self.to = 0
+        self.beyond = set[int]()
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """Note what a line says."""
+        if type(entry.get("changes_to")) is int:
+            self.to, self.beyond = entry["changes_to"], set()
+        changes = entry.get("changes")
+        if isinstance(changes, list):
+            self.beyond |= {number for number in changes if type(number) is int and number > self.to}
+        while self.to + 1 in self.beyond:
+            self.to += 1
+            self.beyond.remove(self.to)
+
+    @property
+    def last(self) -> int:
+        """The largest number that a line has."""
+        return max(self.beyond, default=self.to)
+
+    def known(self) -> dict[str, Any]:
+        """What the first line of a new file says."""
+        return {"changes_to": self.to, "changes": sorted(self.beyond)}
+
+    def gap(self, last: int) -> dict[str, Any] | None:
+        """The entry for changes up to ``last``, the store's, that no line has; None: there are none.
+
+        ``undone`` are changes with lines that the store does not know of: an older state of it was brought back.
+        """
+        if last < self.last:
+            return {"event": "gap", "missing": [], "undone": [last + 1, self.last], "changes_to": last}
+        missing, to = [], self.to
+        for number in [*sorted(self.beyond), last + 1]:
+            if number > to + 1:
+                missing.append([to + 1, number - 1])
+            to = number
+        if not missing:
+            return None
+        count = sum(end - first + 1 for first, end in missing)
+        return {"event": "gap", "missing": missing[:_MAX_RANGES], "count": count, "changes_to": last}
 
 
 class AuditLog:
@@ -50,10 +136,10 @@ class AuditLog:
         self._wake = threading.Condition()
         self._closed = False
         self._refusals = _RefusalLimit()
-        self.head = audit_chain.BEGINNING
+        self.head = BEGINNING
         self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
         self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path is not None
-        self._seen = audit_chain.ChangesSeen()
+        self._seen = ChangesSeen()
         self._go_on()
         self._thread = threading.Thread(target=self._run, name="plsc-audit", daemon=True)
         self._thread.start()
@@ -140,7 +226,7 @@ class AuditLog:
                 _sync(self._descriptor)
             if self._is_file and os.fstat(self._descriptor).st_size >= self._rotated_bytes:
                 self._rotate()
-            if len(self._seen.beyond) > audit_chain.MAX_BEYOND and (gap := self._seen.gap(self._seen.last)) is not None:
+            if len(self._seen.beyond) > _MAX_BEYOND and (gap := self._seen.gap(self._seen.last)) is not None:
                 self._append([{"time": now(), **gap}], durable=True)
         except OSError as error:
             if self.head == head:
@@ -164,11 +250,11 @@ class AuditLog:
         if self._path is None or not self._is_file:
             self._append([{"time": now(), "event": "genesis"}], durable=False)
             return
-        former = [other for _, other in audit_chain.numbered_files(self._path)]
-        last, torn, self._seen = audit_chain.read_end(self._path)
+        former = [other for _, other in numbered_files(self._path)]
+        last, torn, self._seen = read_end(self._path)
         if last is None and former and not torn:  # killed between renaming the file and beginning a new one
-            last, _, self._seen = audit_chain.read_end(former[-1])
-            self.head = last or audit_chain.BEGINNING
+            last, _, self._seen = read_end(former[-1])
+            self.head = last or BEGINNING
             self._append([self._rotation(former[-1])], durable=True)
         elif last is None:
             entry = {"time": now(), "event": "genesis", **(_set_aside(self._path) if torn else {})}
@@ -187,7 +273,7 @@ class AuditLog:
 
     def _rotate(self) -> None:
         assert self._path is not None, "standard error is not rotated"
-        numbered = audit_chain.numbered_files(self._path)
+        numbered = numbered_files(self._path)
         number = numbered[-1][0] + 1 if numbered else 1
         _sync(self._descriptor)
         target = self._path.with_name(f"{self._path.name}.{number}")
@@ -201,13 +287,13 @@ class AuditLog:
         self._descriptor = descriptor
         sync(self._path.parent)
         self._append([self._rotation(target)], durable=True)
-        for _, old in audit_chain.numbered_files(self._path)[: -self._keep] if self._keep is not None else []:
+        for _, old in numbered_files(self._path)[: -self._keep] if self._keep is not None else []:
             old.unlink()
 
     def _rotation(self, former: Path) -> dict[str, Any]:
         """The first line of a file that follows ``former``."""
         assert self._path is not None
-        numbered = [other for _, other in audit_chain.numbered_files(self._path)]
+        numbered = [other for _, other in numbered_files(self._path)]
         kept = numbered if self._keep is None else numbered[-self._keep :]
         about = {"former": former.name, "kept_from": _first_sequence(kept[0]), **self._seen.known()}
         return {"time": now(), "event": "rotated", **about}
@@ -233,6 +319,46 @@ class _RefusalLimit:
         return suppressed
 
 
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The entry of a line, with its end or without; None if it is none of a chain."""
+    try:
+        entry = orjson.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or type(entry.get("sequence")) is not int or entry["sequence"] < 0:
+        return None
+    return entry if isinstance(entry.get("previous"), str) else None
+
+
+def numbered_files(path: Path) -> list[tuple[int, Path]]:
+    """The files that the log at ``path`` was rotated to, oldest first."""
+    name = re.compile(re.escape(path.name) + r"\.([1-9][0-9]*)", re.ASCII)
+    found = ((name.fullmatch(other.name), other) for other in path.parent.iterdir())
+    return sorted((int(match[1]), other) for match, other in found if match is not None)
+
+
+def read_lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
+    """The lines of files, each with its file and number; the end of a line is left on."""
+    for path in files:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield path, number, line
+
+
+def read_end(path: Path) -> tuple[Head | None, bytes, ChangesSeen]:
+    """The head of the last whole line of a chain in a log's file, what follows it, and the changes that have lines."""
+    last: tuple[bytes, dict[str, Any]] | None = None
+    torn, seen = b"", ChangesSeen()
+    for _, _, line in read_lines([path]):
+        entry = parse_line(line) if line.endswith(b"\n") else None
+        if entry is None:
+            torn += line
+        else:
+            last, torn = (line, entry), b""
+            seen.take(entry)
+    return None if last is None else Head.of(*last), torn, seen
+
+
 def audit_path(spec: Path) -> Path:
     """The log that ``spec`` names: itself, or that of a store's folder."""
     return spec / "audit.jsonl" if spec.is_dir() else spec
@@ -247,7 +373,7 @@ def _open_log(path: Path) -> int:
 
 def _first_sequence(path: Path) -> int:
     with path.open("rb") as file:
-        entry = audit_chain.parse_line(file.readline())
+        entry = parse_line(file.readline())
     return 0 if entry is None else int(entry["sequence"])
 
 

@@ -1,57 +1,14 @@
-"""The audit log's lines: each carries a number and the SHA-256 of the line before, so that what was changed shows.
+"""The audit log looked through: that its chain holds, and the first line that is missing, altered or out of order."""
 
-{"sequence": 7, "time": "…", "event": "write", "token": "desk", …, "previous": "64 hexadecimal digits"}
-
-The log is FILE.1, FILE.2 and so on, oldest first, and last FILE itself, in which lines are written. The first line of
-all is a ``genesis``; every file that follows begins with a ``rotated``, whose ``kept_from`` is the number of the first
-line that was meant to be kept. What a crash left of a line stands in the ``recovered`` that follows it.
-
-A store numbers its changes from 1 on, and the line of a request names those that it made as ``changes``. A process that
-is killed between a commit and the line leaves a number that no line has. The next start finds it, and says so in an
-entry of its own: ``gap``, with ``missing``, a list of [first, last]. The first line of a file that follows another says
-what is known by then: all up to ``changes_to``, and of later ones ``changes``.
-"""
-
-import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import orjson
+from typing import Any
 
 from plsc.errors import IntegrityError, UsageError
+from plsc.serve.audit import FIRST_PREVIOUS, Head, numbered_files, parse_line, read_lines
 
-MAX_BEYOND = 10_000  # changes in flight at the same time are far fewer: what is missing then does not come any more
-_MAX_RANGES = 256  # in a line
-FIRST_PREVIOUS = "0" * 64
 _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-f]{64})", re.ASCII)
-
-
-class Head(NamedTuple):
-    """A line by its number and the SHA-256 of its bytes; written as NUMBER:SHA256."""
-
-    sequence: int
-    sha256: str
-
-    def __str__(self) -> str:
-        """The form that :func:`parse_head` reads."""
-        return f"{self.sequence}:{self.sha256}"
-
-    @classmethod
-    def of(cls, line: bytes, entry: dict[str, Any]) -> "Head":
-        """The head of a line and its entry."""
-        return cls(entry["sequence"], hashlib.sha256(line.removesuffix(b"\n")).hexdigest())
-
-    def line(self, entry: dict[str, Any]) -> tuple[bytes, "Head"]:
-        """The line after this one, and its head."""
-        numbered = {"sequence": self.sequence + 1, **entry, "previous": self.sha256}
-        line = orjson.dumps(numbered) + b"\n"
-        return line, Head.of(line, numbered)
-
-
-BEGINNING = Head(-1, FIRST_PREVIOUS)
 
 
 @dataclass(frozen=True)
@@ -78,24 +35,6 @@ def parse_head(text: str) -> Head:
     return Head(int(found[1]), found[2])
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The entry of a line, with its end or without; None if it is none of a chain."""
-    try:
-        entry = orjson.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(entry, dict) or type(entry.get("sequence")) is not int or entry["sequence"] < 0:
-        return None
-    return entry if isinstance(entry.get("previous"), str) else None
-
-
-def numbered_files(path: Path) -> list[tuple[int, Path]]:
-    """The files that the log at ``path`` was rotated to, oldest first."""
-    name = re.compile(re.escape(path.name) + r"\.([1-9][0-9]*)", re.ASCII)
-    found = ((name.fullmatch(other.name), other) for other in path.parent.iterdir())
-    return sorted((int(match[1]), other) for match, other in found if match is not None)
-
-
 def log_files(path: Path) -> list[Path]:
     """All files of a log, oldest first; :class:`UsageError` if there are none."""
     files = [other for _, other in numbered_files(path)] if path.parent.is_dir() else []
@@ -103,14 +42,6 @@ def log_files(path: Path) -> list[Path]:
     if not files:
         raise UsageError(f"there is no audit log {path}")
     return files
-
-
-def read_lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """The lines of files, each with its file and number; the end of a line is left on."""
-    for path in files:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield path, number, line
 
 
 def verify(path: Path, head: Head | None = None) -> Verified:
@@ -169,62 +100,3 @@ def _check_follows(place: str, entry: dict[str, Any], former: str, head: Head) -
 
 def _range(first: int, last: int) -> str:
     return f"line {first} is" if first == last else f"lines {first} to {last} are"
-
-
-class ChangesSeen:
-    """The changes with lines: all up to ``to``, and those in ``beyond``."""
-
-    def __init__(self) -> None:
-        self.to = 0
-        self.beyond = set[int]()
-
-    def take(self, entry: dict[str, Any]) -> None:
-        """Note what a line says."""
-        if type(entry.get("changes_to")) is int:
-            self.to, self.beyond = entry["changes_to"], set()
-        changes = entry.get("changes")
-        if isinstance(changes, list):
-            self.beyond |= {number for number in changes if type(number) is int and number > self.to}
-        while self.to + 1 in self.beyond:
-            self.to += 1
-            self.beyond.remove(self.to)
-
-    @property
-    def last(self) -> int:
-        """The largest number that a line has."""
-        return max(self.beyond, default=self.to)
-
-    def known(self) -> dict[str, Any]:
-        """What the first line of a new file says."""
-        return {"changes_to": self.to, "changes": sorted(self.beyond)}
-
-    def gap(self, last: int) -> dict[str, Any] | None:
-        """The entry for changes up to ``last``, the store's, that no line has; None: there are none.
-
-        ``undone`` are changes with lines that the store does not know of: an older state of it was brought back.
-        """
-        if last < self.last:
-            return {"event": "gap", "missing": [], "undone": [last + 1, self.last], "changes_to": last}
-        missing, to = [], self.to
-        for number in [*sorted(self.beyond), last + 1]:
-            if number > to + 1:
-                missing.append([to + 1, number - 1])
-            to = number
-        if not missing:
-            return None
-        count = sum(end - first + 1 for first, end in missing)
-        return {"event": "gap", "missing": missing[:_MAX_RANGES], "count": count, "changes_to": last}
-
-
-def read_end(path: Path) -> tuple[Head | None, bytes, ChangesSeen]:
-    """The head of the last whole line of a chain in a log's file, what follows it, and the changes that have lines."""
-    last: tuple[bytes, dict[str, Any]] | None = None
-    torn, seen = b"", ChangesSeen()
-    for _, _, line in read_lines([path]):
-        entry = parse_line(line) if line.endswith(b"\n") else None
-        if entry is None:
-            torn += line
-        else:
-            last, torn = (line, entry), b""
-            seen.take(entry)
-    return None if last is None else Head.of(*last), torn, seen

@@ -7,7 +7,6 @@ the event loop reads them; those still to come, for at most ``max_wait``.
 """
 
 import asyncio
-import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -26,8 +25,8 @@ from plsc.gallery.store import Store
 from plsc.gallery.values import Match
 from plsc.serve.decoding import call_in, settle
 from plsc.serve.errors import ApiError
-from plsc.serve.inputs import Float32
 from plsc.serve.observability import Metrics
+from plsc.serve.schemas import Float32
 
 Work = Callable[[list[Any]], Sequence[Any]]
 _MAX_COLLECT_SECONDS = 0.05  # the event loop may have ended
@@ -57,46 +56,6 @@ class _Task:
     future: "asyncio.Future[Any]"
 
 
-class Deadlines:
-    """Deadlines of all waiting futures on one timer; a timer each would cost more than the queue they wait in.
-
-    Used in one event loop, by its thread.
-    """
-
-    def __init__(self) -> None:
-        self._deadlines: dict[asyncio.Future[Any], float] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf  # when the timer goes off
-
-    def add(self, future: "asyncio.Future[Any]", deadline: float) -> None:
-        """Fail ``future`` with :class:`ApiError` 504 at ``deadline`` (``time.monotonic()``), unless removed before."""
-        self._deadlines[future] = deadline
-        if deadline < self._due:
-            self._set_timer(future.get_loop(), deadline)
-
-    def remove(self, future: "asyncio.Future[Any]") -> None:
-        """Forget ``future``; a timer that was set for it goes off without effect."""
-        del self._deadlines[future]
-
-    def _set_timer(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = due
-        self._timer = loop.call_later(max(due - time.monotonic(), 0), self._expire, loop)
-
-    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer, self._due = None, math.inf
-        now = time.monotonic()
-        waiting = {future: deadline for future, deadline in self._deadlines.items() if not future.done()}
-        for future, deadline in waiting.items():
-            if deadline <= now:
-                message = "the deadline passed before there was a result; allow more time, or ask for less"
-                future.set_exception(ApiError(504, message))
-        later = [deadline for deadline in waiting.values() if deadline > now]
-        if later:
-            self._set_timer(loop, min(later))
-
-
 class DeviceWorker:
     """Run work in batches on one thread.
 
@@ -119,7 +78,6 @@ class DeviceWorker:
         self._changed = threading.Condition()  # guards all of the above
         self._collecting: asyncio.AbstractEventLoop | None = None  # it is still reading what arrived together
         self._closing = False
-        self._deadlines = Deadlines()
         self._finisher = ThreadPoolExecutor(1, "plsc-finish")
         self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
         self._thread.start()
@@ -132,11 +90,13 @@ class DeviceWorker:
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future))
-        self._deadlines.add(future, deadline)
         try:
-            return await future
+            async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
+                return await future
+        except TimeoutError:
+            message = "the deadline passed before there was a result; allow more time, or ask for less"
+            raise ApiError(504, message) from None
         finally:
-            self._deadlines.remove(future)
             future.cancel()  # after the caller's cancellation, the batch leaves it out
 
     def waiting(self, kind: str) -> int:

@@ -17,8 +17,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from plsc.serve.access import Bucket, Shared, over_share
 from plsc.serve.errors import ApiError, to_response
-from plsc.serve.rate_limits import Bucket, Shared, over_share
 from plsc.serve.settings import Limits
 
 MAX_HEAD_BYTES = 65_536

@@ -1,4 +1,4 @@
-"""Decoding of callers' pictures in processes that are killed when a picture takes too much, in fair turns.
+"""Callers' pictures made ready for the model: decoded in processes that are killed when one takes too much, in turns.
 
 A picture is decoded by a :class:`DecodeProcess`, within limits of memory and processor time. :class:`Decoders` gives
 the processes to callers in turn, a picture at a time, and keeps one of them for the others: 256 large pictures of one
@@ -17,17 +17,24 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import BufferedReader
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
+import torch
 
-from plsc.errors import DataError
-from plsc.image_files import Shrunk, TooLargeError
+from plsc.data.alignment import align_face
+from plsc.data.codec import resize_image
+from plsc.embedding.detector import Detector
+from plsc.embedding.preprocessing import picture_warnings
+from plsc.errors import DataError, UsageError
+from plsc.image_files import SUFFIXES, Shrunk, TooLargeError, suffix_of, unread_formats
+from plsc.models.preprocessing import Preprocessing, check_square
 from plsc.progress import note
-from plsc.serve.decode_process import ANSWER, JOB, PIXELS, TOO_LARGE, UNUSABLE
+from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
 
 Work = Callable[["DecodeProcess"], Any]
+_FORMATS = {SUFFIXES[kind][0]: kind for kind in FORMATS}
 
 _PIXELS_PER_CPU_SECOND = 6_500_000  # a tenth of what the slowest of usual encodings reach
 _MIN_CPU_SECONDS = 2
@@ -189,6 +196,58 @@ class DecodeProcess:
         with contextlib.suppress(OSError), process:  # which closes the pipes; what was not written is of no use
             pass
         return process.wait()
+
+
+class DecodedImage(NamedTuple):
+    """An image as the model expects it: uint8 (3, H, W), and warnings about it, a line each."""
+
+    pixels: torch.Tensor
+    warnings: Sequence[str]
+
+
+def decode(
+    process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
+) -> DecodedImage:
+    """Decode a JPEG, PNG, WEBP, AVIF or HEIC file as the model expects it.
+
+    Args:
+        process: where the file is decoded; its pixels are aligned or resized here.
+        contract: the model's, which says what size it takes.
+        landmarks: (5, 2) points to align by, in pixels of the file's picture; without them ``detector`` finds the main
+            face, and without that the image is taken as an aligned crop and resized, with warnings where it does not
+            look like one.
+
+    Raises:
+        ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
+    """
+    check_format(data, name)
+    size = contract.image_size
+    try:
+        pixels, divisor = process.decode(data, name)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        if landmarks is not None:
+            points = (np.asarray(landmarks) + 0.5) / divisor - 0.5  # a pixel stands for divisor x divisor of the file's
+            return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name), ())
+        if detector is not None:
+            return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())
+    except TooLargeError as error:
+        raise ApiError(413, f"{error}, send a JPEG, or raise --max-megapixels of the service") from None
+    except (DataError, UsageError) as error:
+        raise ApiError(422, str(error)) from None
+    found = picture_warnings(image, size)
+    shrunk = f" (decoded at 1/{divisor})" if divisor > 1 else ""
+    warnings = [f"{name}: {warning.message}{shrunk}; give an aligned crop" for warning in found]
+    return DecodedImage(resize_image(image, size, contract.interpolation), warnings)
+
+
+def check_format(data: bytes, name: str) -> None:
+    """:class:`ApiError` 415 unless the first bytes are those of a format that this service decodes."""
+    kind = _FORMATS.get(suffix_of(data) or "")
+    if kind is None:
+        raise ApiError(415, f"{name} is no JPEG, PNG, WEBP or AVIF image, nor HEIC; convert it first")
+    if kind in unread_formats():
+        shown = "HEIC" if kind == "HEIF" else kind
+        raise ApiError(415, f"{name} is {shown}: on the server, {unread_formats()[kind]}; or send JPEG")
 
 
 @dataclass(eq=False)

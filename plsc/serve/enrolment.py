@@ -20,8 +20,8 @@ import torch
 from plsc.gallery.values import NewPerson, Person
 from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search
+from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
-from plsc.serve.idempotency import Claim
 from plsc.serve.schemas import Input, PersonBody, PersonPut
 from plsc.serve.service import Embedded, Service
 

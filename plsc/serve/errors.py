@@ -80,7 +80,7 @@ class ApiError(HTTPException):
     """A request answered with an error; the message is shown to the caller.
 
     Args:
-        status: HTTP status. 503 gets a ``Retry-After`` header.
+        status: HTTP status. 429 and 503 get a ``Retry-After`` header, of a second if ``headers`` have none.
         message: problem and fix; white space is collapsed into one line.
         headers: further headers of the response.
         details: for machines, besides the error in the body.
@@ -94,7 +94,7 @@ class ApiError(HTTPException):
         details: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.details = details
-        if status == 503:
+        if status in (429, 503):
             headers = {"Retry-After": str(RETRY_SECONDS), **(headers or {})}
         super().__init__(status, " ".join(message.split()), headers)
 

@@ -1,7 +1,11 @@
 """Schemas that several resources share: inputs, metadata, filters, persons; and examples that are valid as they are."""
 
+import binascii
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+import pybase64
 from fastapi import Body as BodyParameter
 from fastapi import Path
 from pydantic import (
@@ -30,7 +34,7 @@ from plsc.gallery.filters import (
 )
 from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
 from plsc.gallery.values import Person
-from plsc.serve.errors import FORM, KnownPerson
+from plsc.serve.errors import FORM, ApiError, KnownPerson
 
 # A picture of 16 x 16 pixels in PNG.
 IMAGE = (
@@ -40,6 +44,7 @@ IMAGE = (
 VECTOR: tuple[float, ...] = (0.12, -0.31, 0.94)  # the service's own model tells how many numbers it takes: GET /v1/info
 FILTER = {"city": "Bern", "age": {"gte": 30}}
 
+Float32 = npt.NDArray[np.float32]
 Score = Annotated[float, Field(ge=-1.0, le=1.0)]
 Scalar = str | int | float | bool
 
@@ -193,6 +198,48 @@ class Input(Body):
         if self.landmarks is not None and self.image is None:
             raise ValueError("landmarks belong to an image")
         return self
+
+    def picture(self, name: str) -> bytes:
+        """The encoded image; :class:`ApiError` 422 if it is no base64. ``name`` is that of the input in errors."""
+        if isinstance(self.image, bytes):
+            return self.image
+        wrong = f"{name}: the image is not base64; send the bytes of the file in base64"
+        return _from_base64(self.image or "", wrong)
+
+    def numbers(self, name: str, dim: int) -> Float32:
+        """The vector as float32 (dim,); :class:`ApiError` 422 unless it is finite and has a direction."""
+        if self.vector_b64 is None:
+            with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
+                vector = np.array(self.vector, dtype=np.float32)
+        else:
+            wrong = f"{name}: vector_b64 is not float32, little-endian, in base64"
+            data = _from_base64(self.vector_b64, wrong)
+            if len(data) % 4:
+                raise ApiError(422, wrong)
+            vector = np.frombuffer(data, dtype="<f4")
+        if len(vector) != dim:
+            raise ApiError(422, f"{name}: the vector has {len(vector)} numbers; this service's model makes {dim}")
+        check_direction(vector, name)
+        return vector
+
+
+def check_direction(vector: Float32, name: str) -> None:
+    """:class:`ApiError` 422 if a vector is not finite, or zero."""
+    with np.errstate(over="ignore", invalid="ignore"):  # looked into below
+        square = np.dot(vector, vector)
+    if 0 < square < np.inf:
+        return
+    if not np.isfinite(vector).all():
+        raise ApiError(422, f"{name}: the vector holds NaN or infinity, or numbers beyond float32")
+    if not vector.any():
+        raise ApiError(422, f"{name}: the vector is zero, which has no direction")
+
+
+def _from_base64(text: str, wrong: str) -> bytes:
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ApiError(422, wrong) from None
 
 
 def with_warnings(answer: Answer, warnings: list[str]) -> Answer:

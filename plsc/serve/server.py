@@ -19,10 +19,10 @@ from starlette.types import ASGIApp
 
 from plsc.errors import UsageError
 from plsc.progress import note
+from plsc.serve.access import Shared
 from plsc.serve.app import build_app
 from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
 from plsc.serve.observability import Metrics, MetricsServer
-from plsc.serve.rate_limits import Shared
 from plsc.serve.service import Lifecycle, Service
 from plsc.serve.settings import Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook

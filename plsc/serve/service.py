@@ -25,13 +25,11 @@ from plsc.serve.access import current_caller, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
-from plsc.serve.decoding import DecodeProcess, Decoders
+from plsc.serve.changes import IdempotencyKeys, Quotas
+from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
-from plsc.serve.idempotency import IdempotencyKeys
-from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
 from plsc.serve.observability import Metrics
-from plsc.serve.quotas import Quotas
-from plsc.serve.schemas import Input
+from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
 from plsc.serve.tokens import TokenBook
@@ -118,7 +116,7 @@ class Service:
         """
         dim = self.embedder.embedding_dim
         vectors = [
-            None if item.image is not None else input_vector(item, name, dim)
+            None if item.image is not None else item.numbers(name, dim)
             for item, name in zip(inputs, names, strict=True)
         ]
         images = [index for index, vector in enumerate(vectors) if vector is None]
@@ -127,37 +125,14 @@ class Service:
         warnings: list[str] = []
         crops: list[torch.Tensor | None] = [None] * len(inputs)
         if images:
-            encoded = [(image_bytes(inputs[index], names[index]), inputs[index].landmarks) for index in images]
-            embedded = await self.embed(encoded, [names[index] for index in images], deadline)
-            warnings = embedded.warnings
-            for index, vector, crop in zip(images, embedded.vectors, embedded.crops, strict=True):
-                vectors[index], crops[index] = vector, crop
+            decoded = await self._decode_all([inputs[index] for index in images], [names[i] for i in images], deadline)
+            embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline)
+            for index, vector, image in zip(images, embedded, decoded, strict=True):
+                check_direction(vector, names[index])
+                vectors[index], crops[index] = vector, image.pixels
+            if self.settings.items == PEOPLE:  # only pictures of faces have to be aligned crops
+                warnings = [warning for image in decoded for warning in image.warnings]
         return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops)
-
-    async def embed(self, images: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Embedded:
-        """Embed encoded images, each with landmarks or None.
-
-        Raises:
-            ApiError: an image that cannot be used, by its name.
-        """
-        works = [
-            partial(self._decode, data=data, name=name, landmarks=landmarks, deadline=deadline)
-            for (data, landmarks), name in zip(images, names, strict=True)
-        ]
-        caller = current_caller()
-        decoding = self.decoders.submit(caller.name or caller.place, works, caller.name or caller.place[0])
-        try:
-            decoded = await asyncio.gather(*decoding)
-        finally:
-            for future in decoding:
-                future.cancel()  # those that wait or run, where one failed or the caller disconnected
-        pixels = torch.stack([image.pixels for image in decoded])
-        vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
-        for vector, name in zip(vectors, names, strict=True):
-            check_direction(vector, name)
-        faces = self.settings.items == PEOPLE  # only pictures of faces have to be aligned crops
-        warnings = [warning for image in decoded for warning in image.warnings] if faces else []
-        return Embedded(np.asarray(vectors), warnings, [image.pixels for image in decoded])
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
@@ -271,6 +246,22 @@ class Service:
         failed = asking.cancelled() or asking.exception() is not None  # asyncio logs exceptions that nobody reads
         if failed and self._remembered.get(key, (0.0, None))[1] is asking:
             del self._remembered[key]
+
+    async def _decode_all(
+        self, inputs: Sequence[Input], names: Sequence[str], deadline: float
+    ) -> Sequence[DecodedImage]:
+        works = [
+            partial(self._decode, data=item.picture(name), name=name, landmarks=item.landmarks, deadline=deadline)
+            for item, name in zip(inputs, names, strict=True)
+        ]
+        caller = current_caller()
+        decoding = self.decoders.submit(caller.name or caller.place, works, caller.name or caller.place[0])
+        try:
+            decoded: list[DecodedImage] = await asyncio.gather(*decoding)
+            return decoded
+        finally:
+            for future in decoding:
+                future.cancel()  # those that wait or run, where one failed or the caller disconnected
 
     def _decode(self, process: DecodeProcess, data: bytes, name: str, landmarks: Any, deadline: float) -> DecodedImage:
         begun = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plsc.errors import UsageError
-from plsc.serve.rate_limits import RateLimit
+from plsc.serve.access import RateLimit
 
 MIB = 2**20
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:(?P<port>[0-9]{1,5}))?")  # the header, in lower case

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any
 
+from plsc.serve.access import Bucket
 from plsc.serve.connections import Connection
-from plsc.serve.rate_limits import Bucket
 
 _SAVED_SECONDS = 0.05  # of the loop's time, for answers at once: a page takes about twenty of a fifth of a millisecond
 _EXPECTED_SECONDS = 0.0005  # of an answer, until its time is known

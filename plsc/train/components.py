@@ -108,11 +108,6 @@ class TrainComponents:
     frozen: FrozenParts
 
     @property
-    def trains_head_alone(self) -> bool:
-        """True if the backbone is frozen and needs no backward pass; engines with passes of their own make it."""
-        return self.frozen.names.is_whole and not self.strategy.has_own_passes
-
-    @property
     def frozen_for_good(self) -> set[str]:
         """The names of the weights that every stage freezes, and no engine trains."""
         return frozen_for_good(self.frozen_by_stage)
@@ -181,7 +176,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     """Build every component; every rank calls. UsageError where the configuration asks for the impossible.
 
-    ``config.precision`` is not "auto" any more: :func:`plsc.config.precision.with_precision`.
+    ``config.precision`` is not "auto" any more: :func:`plsc.config.checks.with_precision`.
     """
     torch.manual_seed(config.seed)  # the same first weights on every rank
     strategy = raise_on_all_ranks(
@@ -218,7 +213,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
         frozen,
-        frozen_parts(frozen[0], strategy),
+        FrozenParts(frozen[0], strategy),
     )
 
 
@@ -239,11 +234,6 @@ def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
     for name in frozen_for_good(found):
         backbone.get_parameter(name).requires_grad_(False)
     return found
-
-
-def frozen_parts(names: FrozenNames, strategy: Strategy) -> FrozenParts:
-    """What this rank holds of what is frozen."""
-    return FrozenParts(names, strategy.backbone, [(weight.name, weight.parameter) for weight in strategy.weights])
 
 
 def optimizer_steps(config: Config, steps: int) -> int:
@@ -268,8 +258,9 @@ def exchange_options(config: Config, dgc_warmup_steps: int = 0) -> ExchangeOptio
 
 
 def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) -> Wrapping:
+    dtype = autocast_dtype(config.precision)
     return Wrapping(
-        autocast=partial(_autocast, config, strategy.mesh),
+        autocast=partial(torch.autocast, strategy.mesh.device.type, dtype=dtype, enabled=dtype is not None),
         compile=_compiled if config.compile else None,
         exchange=exchange,
         bucket_mb=config.parallel.bucket_mb,
@@ -277,12 +268,6 @@ def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) ->
         offload=config.parallel.offload,
         least_images=1 if config.sync_batchnorm and strategy.peers.world_size > 1 else 2,
     )
-
-
-def _autocast(config: Config, mesh: Mesh) -> torch.autocast:
-    """The arithmetic of the backbone's passes."""
-    dtype = autocast_dtype(config.precision)
-    return torch.autocast(mesh.device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def _compiled(net: nn.Module) -> nn.Module:

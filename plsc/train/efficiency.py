@@ -125,7 +125,7 @@ class EfficiencyMeter:
         if self._backbone is None:
             return 0.0
         components, head = self._components, self._components.head
-        trains_backbone = not components.trains_head_alone
+        trains_backbone = not components.frozen.trains_head_alone
         backbone = self._backbone.forward + (self._backbone.backward if trains_backbone else 0)
         # replicas of the table take the classes of all their samples, so that they stay equal
         batch = components.config.data.batch_size * components.strategy.data_ranks // components.strategy.micro_batches

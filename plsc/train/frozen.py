@@ -6,7 +6,7 @@ it was given, FSDP has sharded it. Its gradients are dropped before the step, so
 keeps its state. Where no weight at all is trained, there is no backward pass through the backbone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plsc.config import Config
 from plsc.optim.parameter_groups import fitting, last_given
+from plsc.parallel.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,18 @@ class FrozenParts:
 
     Args:
         names: of what is frozen now.
-        backbone: as it is trained on this rank.
-        weights: this rank's weights, or parts of them, by the names that they have in the whole backbone.
+        strategy: of the backbone as it is trained on this rank.
 
     Attributes:
-        weights: those that are frozen, whose gradients are dropped before the update.
+        weights: those that are frozen, or this rank's parts of them, whose gradients are dropped before the update.
+        trains_head_alone: the backbone needs no backward pass; engines with passes of their own make it all the same.
     """
 
-    def __init__(self, names: FrozenNames, backbone: nn.Module, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, names: FrozenNames, strategy: Strategy) -> None:
         self.names = names
-        self.weights = [weight for name, weight in weights if name in names.weights]
-        held = dict(_with_statistics(backbone))
+        self.weights = [weight.parameter for weight in strategy.weights if weight.name in names.weights]
+        self.trains_head_alone = names.is_whole and not strategy.has_own_passes
+        held = dict(_with_statistics(strategy.backbone))
         self._modules = [module for name, module in held.items() if name in names.modules]
         self._others = [module for name, module in held.items() if name not in names.modules]
         self.hold()

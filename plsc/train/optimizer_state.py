@@ -78,7 +78,10 @@ def _stored_states(components: TrainComponents, stored: StoredCheckpoint) -> dic
 
 
 def _alike(weight: Weight, size: torch.Size) -> Tensor:
-    """Return a tensor with the layout of this rank's part of a state, which is ``size`` in the whole."""
+    """Return a tensor with the layout of this rank's part of a state, which is ``size`` in the whole.
+
+    Fused updates would fall back where a state has another layout than its weight (channels_last).
+    """
     if size == weight.shape:
         return weight.parameter
     if len(size) > 0 and size[:1] == weight.shape[:1]:
@@ -99,15 +102,8 @@ def _load_optimizer(components: TrainComponents, tensors: dict[str, Tensor], num
         place, dot, entry = name.partition(".")
         weight = weights.get(int(place)) if dot else None
         if weight is not None and id(weight) in numbering:
-            state.setdefault(numbering[id(weight)], {})[entry] = _laid_out_as(weight, value)
+            state.setdefault(numbering[id(weight)], {})[entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _laid_out_as(weight: Tensor, value: Any) -> Any:
-    """Copy a tensor of the weight's shape into its layout (channels_last): fused updates would fall back else."""
-    if not isinstance(value, Tensor) or value.shape != weight.shape:
-        return value
-    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) -> dict[str, Tensor]:

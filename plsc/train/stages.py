@@ -8,7 +8,8 @@ from plsc.errors import UsageError
 from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
 from plsc.toml_keys import toml_value
-from plsc.train.components import TrainComponents, frozen_parts, peak_rates
+from plsc.train.components import TrainComponents, peak_rates
+from plsc.train.frozen import FrozenParts
 from plsc.train.state import Position, steps_per_epoch
 
 
@@ -96,7 +97,7 @@ class RunSchedule:
         components.head.set_margin(make_margin(config.head))
         components.head.set_sample_rate(config.head.sample_rate)
         components.loader.augment = config.data.augment
-        components.frozen = frozen_parts(components.frozen_by_stage[stage], components.strategy)
+        components.frozen = FrozenParts(components.frozen_by_stage[stage], components.strategy)
 
     @property
     def _total_steps(self) -> int:

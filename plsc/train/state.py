@@ -14,21 +14,7 @@ from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import capture_tables, prefixed, restore_tables, savepoints
 from plsc.train.optimizer_state import optimizer_numbers, optimizer_tensors, restore_optimizer
 
-# Keys that determine the stored tensors' shapes, the order of the samples, or their pixels.
-FIXED = (
-    "backbone",
-    "embedding_dim",
-    "seed",
-    "data.image_size",
-    "data.mean",
-    "data.std",
-    "data.interpolation",
-    "head.margin",
-    "head.centers",
-    "optim.name",
-    "optim.head",
-    "optim.state_dtype",
-)
+FIXED = tuple(name for name, entry in configuration.KEYS.items() if entry.is_fixed)
 # Whole numbers of the small state, by their dotted names.
 _NUMBERS = (
     "step",

@@ -180,7 +180,7 @@ class Stepper:
             loss = partial(self._loss, total, samples, upcoming)
             images = partial(self._prepared, batch.images)
             with step_part(BACKBONE):
-                if self.components.trains_head_alone:
+                if self.components.frozen.trains_head_alone:
                     with torch.no_grad():
                         loss = torch.enable_grad()(loss)
                         strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)

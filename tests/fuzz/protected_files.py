@@ -28,8 +28,8 @@ from plsc.gallery.sqlite.backup import check_readers, restore
 from plsc.gallery.sqlite.keys import KeyTable, read_key_file
 from plsc.gallery.values import NewPerson
 from plsc.models import load_model
-from plsc.serve.audit import AuditLog
-from plsc.serve.audit_chain import Head, verify
+from plsc.serve.audit import AuditLog, Head
+from plsc.serve.audit_chain import verify
 from plsc.serve.tokens import add_token, read_tokens
 from plsc.signing import VERIFY_KEY, sign
 

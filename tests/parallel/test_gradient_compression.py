@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.weights_alone import Weights, counted_bytes, draw
+from support.weights_alone import Weights, bytes_of_steps, draw
 from torch import Tensor, nn
 
 from plsc.parallel import Mesh, data_parallel, gradient_compression
@@ -155,15 +155,9 @@ def test_powersgd_converges_by_its_error_feedback(ranks: Ranks) -> None:
 
 def count_bytes(mesh: Mesh, hook: str, options: ExchangeOptions) -> list[tuple[int, int]]:
     """(bytes counted, bytes foretold) of each of four steps."""
-    module, net, exchange, _ = wrap(mesh, hook, options)
-    counts = []
-    for step in range(4):
-        exchange.begin(step)
-        with counted_bytes((dist, "all_reduce"), (gradient_compression, "all_gather_equal")) as sent:
-            net({name: each.float() for name, each in gradient_of(step, mesh.rank).items()}).backward()
-        exchange.settle(torch.tensor(0.0))
-        counts.append((sum(sent), exchange.sent_bytes(module.parameters(), step)))
-    return counts
+    _, net, exchange, _ = wrap(mesh, hook, options)
+    inputs = (gradient_of(step, mesh.rank) for step in range(4))
+    return bytes_of_steps(net, exchange, inputs, (dist, "all_reduce"), (gradient_compression, "all_gather_equal"))
 
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd", "dgc"])

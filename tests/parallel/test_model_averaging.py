@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import Oracle, relative_error
-from support.weights_alone import Weights, counted_bytes, draw
+from support.weights_alone import Weights, bytes_of_steps, draw
 from torch import Tensor, nn
 
 import plsc
@@ -157,14 +157,8 @@ def count_bytes(mesh: Mesh, name: str, options: ExchangeOptions) -> list[tuple[i
     module = Weights(SHAPES, distance)
     averaging = model_averaging.model_averaging(name, module, mesh, options)
     net = data_parallel(module, mesh, averaging, 0.001)
-    counts = []
-    for step in range(8):
-        with counted_bytes((dist, "all_reduce")) as sent:
-            averaging.begin(step)
-            net({name: each.float() for name, each in targets(step, mesh.rank).items()}).backward()
-            averaging.settle(torch.tensor(0.0))
-        counts.append((sum(sent), averaging.sent_bytes(module.parameters(), step)))
-    return counts
+    inputs = (targets(step, mesh.rank) for step in range(8))
+    return bytes_of_steps(net, averaging, inputs, (dist, "all_reduce"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import decode_image, resize_image
 from plsc.serve.errors import ApiError
-from plsc.serve.inputs import check_direction
+from plsc.serve.schemas import check_direction
 
 THRESHOLD = 0.6
 SETTINGS = {"threshold": THRESHOLD, "metrics_port": 0}

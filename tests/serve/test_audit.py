@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from support.live_service import DIM, Live, bearer, image_input, live_service, picture
+from support.live_service import DIM, Live, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, UsageError
@@ -26,7 +26,6 @@ from plsc.models import create, save_model
 from plsc.serve import audit
 from plsc.serve.audit import EVENTS, AuditLog
 from plsc.serve.audit_chain import parse_head, verify
-from plsc.serve.tokens import add_token
 from plsc.tools.entry import main
 
 FACE = {"vector": [0.5] * DIM}
@@ -49,19 +48,14 @@ def filled(path: Path, count: int = 8, **options: Any) -> str:
 
 
 def test_each_event_gets_its_line_where_it_is_asked_for(tmp_path):
-    tokens = tmp_path / "tokens.toml"
-    add_token(tokens, "root", "admin")
-    camera = add_token(tokens, "camera", "search", collections=["staff"])
-    root = add_token(tokens, "desk", "admin")
-    with live_service(tmp_path, tokens=tokens, audit_events=frozenset(EVENTS.values())) as live:
-        live.http.headers["Authorization"] = f"Bearer {root}"
+    callers = {"desk": {"role": "admin"}, "camera": {"role": "search", "collections": ["staff"]}}
+    with live_service(tmp_path, callers=callers, audit_events=frozenset(EVENTS.values())) as live:
         place = live.collection("staff")
         enrolled = live.ask("POST", f"{place}/persons", {"faces": [image_input(picture(1))]}).json()["id"]
-        seen = bearer(camera)
-        live.ask("POST", f"{place}/search", {"query": image_input(picture(1))}, headers=seen)
+        live.ask("POST", f"{place}/search", {"query": image_input(picture(1))}, by="camera")
         live.ask("GET", f"{place}/persons/{enrolled}")
-        live.ask("GET", f"{place}/persons", headers=seen)
-        live.ask("POST", f"{place}/search", {"query": FACE}, headers=seen)
+        live.ask("GET", f"{place}/persons", by="camera")
+        live.ask("POST", f"{place}/search", {"query": FACE}, by="camera")
         live.ask("POST", "/v1/snapshots", headers={"Authorization": "Bearer wrong"})
         live.ask("DELETE", f"{place}/persons/{enrolled}")
         live.ask("GET", "/health/live")

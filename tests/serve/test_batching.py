@@ -161,31 +161,6 @@ def test_deadlines_and_lost_callers_are_dropped_before_computing():
     assert log.let_go == [("a", "cancelled", 2)]
 
 
-def test_everyone_hears_at_their_own_deadline():
-    """Deadlines that come in any order, while the device is held by another."""
-    heard: list[float] = []
-
-    async def scenario(busy: DeviceWorker, device: Device) -> None:
-        async def one(begun: float, seconds: float) -> None:
-            with pytest.raises(ApiError) as refused:
-                await busy.submit("a", 1, 1, begun + seconds)
-            assert refused.value.status_code == 504
-            assert time.monotonic() >= begun + seconds
-            heard.append(seconds)
-
-        first = await occupied(busy, device)
-        begun = time.monotonic()
-        patient = asyncio.create_task(busy.submit("a", 3, 1, begun + 120))
-        await asyncio.gather(*(one(begun, seconds) for seconds in (0.3, 0.1, 0.2, 0.0)))
-        await one(time.monotonic(), 0.1)
-        assert not patient.done()
-        device.go_on.set()
-        assert [await first, await patient] == [2, 6]
-
-    run(scenario)
-    assert sorted(heard) == [0.0, 0.1, 0.1, 0.2, 0.3]
-
-
 def test_a_full_queue_refuses_and_says_when_to_come_back():
     answers, _, log = run(lambda busy, device: behind_another(busy, device, [1, 2, 3], rows=4, waiting=8), capacity=10)
     assert answers[:2] == [2, 4]

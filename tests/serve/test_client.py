@@ -15,20 +15,18 @@ import plsc
 from plsc.client import NewPerson, Picture, ServerError
 from plsc.data.alignment import TEMPLATE
 from plsc.errors import DataError, UsageError
-from plsc.serve.tokens import add_token
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("client")
-    (folder / "secret").write_text(add_token(folder / "tokens.toml", "tester", "admin"), encoding="ascii")
-    with live_service(folder, threshold=0.5, tokens=folder / "tokens.toml") as running:
+    callers = {"tester": {"role": "admin"}}
+    with live_service(tmp_path_factory.mktemp("client"), threshold=0.5, callers=callers) as running:
         yield running
 
 
 @pytest.fixture
 def client(live: Live) -> Iterator[plsc.Client]:
-    with plsc.Client(live.server.address, (live.folder / "secret").read_text(encoding="ascii")) as one:
+    with plsc.Client(live.server.address, live.secrets["tester"]) as one:
         yield one
 
 

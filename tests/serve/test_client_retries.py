@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from support.live_service import Live, picture, vectors
+from support.waiting import held_up, wait_until
 
 import plsc
 from plsc.client import NewPerson, ServerError
@@ -129,22 +130,13 @@ def test_a_request_in_hand_is_waited_for(mischief, live, monkeypatch):
     handler, client = mischief
     client.create_collection("waiting")
     monkeypatch.setattr("plsc.client._pause", lambda wished: 0.1)
-    enrol, entered, leave = SqliteStore.add_persons, threading.Event(), threading.Event()
-
-    def slow(self: SqliteStore, *args: Any, **more: Any) -> Any:
-        entered.set()
-        assert leave.wait(20)
-        return enrol(self, *args, **more)
-
-    monkeypatch.setattr(SqliteStore, "add_persons", slow)
     with plsc.Client(client._url, timeout=0.3, retries=60) as hasty:
         made: list[Any] = []
         asking = threading.Thread(target=lambda: made.append(hasty.add_person("waiting", "Ada")))
-        asking.start()
-        assert entered.wait(20)
-        while len(handler.seen) < 4:
-            entered.wait(0.01)
-        leave.set()
+        with held_up(live.service.store, "add_persons") as (entered, _):
+            asking.start()
+            assert entered.acquire(timeout=20)
+            wait_until(lambda: len(handler.seen) >= 4)
         asking.join()
     assert list(client.persons("waiting")) == made
 

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.settings import MIB, Limits
-from plsc.serve.tokens import add_token, remove_token
+from plsc.serve.tokens import remove_token
 
 CROWD = 300
 LIMITS = Limits(anonymous_connections=64, connections=8)
@@ -38,9 +38,8 @@ KINDS = {
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[Live, dict[str, str]]]:
     """A service with tokens, and a caller's headers."""
-    secret = add_token(tmp_path / "tokens.toml", "someone", "read")
-    with live_service(tmp_path, tokens=tmp_path / "tokens.toml", limits=LIMITS, metrics_port=0) as running:
-        yield running, bearer(secret)
+    with live_service(tmp_path, callers={"someone": {"role": "read"}}, limits=LIMITS, metrics_port=0) as running:
+        yield running, bearer(running.secrets["someone"])
 
 
 def crowd(live: Live, first: bytes, count: int = CROWD) -> list[socket.socket]:

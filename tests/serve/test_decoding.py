@@ -28,8 +28,7 @@ from plsc.data import decode_image
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.errors import DataError
 from plsc.models.preprocessing import Preprocessing
-from plsc.serve.decoding import DecodeProcess, Decoders
-from plsc.serve.inputs import decode
+from plsc.serve.decoding import DecodeProcess, Decoders, decode
 from plsc.serve.settings import Limits
 
 MEGAPIXELS = 12_000_000
@@ -257,6 +256,10 @@ def test_a_bad_picture_fails_alone_by_name(live):
     for data, status, said in (
         (scan_bomb(64, 200), 422, "scans"),
         (png(100, 50), 422, "does not decode"),
+        (encoded(noise(64), "JPEG")[:200], 422, "does not decode"),
+        (b"RIFF0000WEBP", 422, "does not decode"),
+        (b"\xff\xd8", 415, "convert it first"),
+        (b"", 415, "convert it first"),
         (encoded(Image.new("1", (4000, 3251)), "PNG"), 413, "send a JPEG, or raise --max-megapixels"),
         (encoded(Image.new("L", (9000, 7223)), "JPEG"), 413, "65,000,000"),
         (encoded(noise(20), "GIF"), 415, "JPEG, PNG, WEBP or AVIF"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.live_service import DIM, Live, live_service, vectors
+from support.waiting import held_up
 
 from plsc.errors import DeadlineError
 from plsc.gallery.backends import open_store
@@ -85,32 +86,22 @@ def test_what_was_acknowledged_is_found_by_later_filtered_searches(live):
 @pytest.mark.slow
 def test_filters_do_not_delay_plain_searches(live):
     """No look ends here before the plain searches have, on a machine of any speed: these do not stand behind them."""
-    begun, ended, filtered = threading.Event(), threading.Event(), []
-    original = live.service.store.prepare_filter
-
-    def slow(collection: str, filter: Filter) -> Any:
-        begun.set()
-        ended.wait(60)
-        return original(collection, filter)
+    filtered: list[int] = []
 
     def ask(number: int) -> None:
         filtered.append(search(live, filter={**CONDITIONS, "n": {"gte": number}}, deadline_ms=25_000).status_code)
 
-    live.service.store.prepare_filter = slow
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    try:
+    with held_up(live.service.store, "prepare_filter") as (begun, _):
         for thread in threads:
             thread.start()
-        assert begun.wait(30)
+        assert begun.acquire(timeout=30)
         for _ in range(20):
             assert search(live).status_code == 200
             assert live.ask("GET", PLACE).status_code == 200
         assert not filtered
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-        live.service.store.prepare_filter = original
+    for thread in threads:
+        thread.join()
     assert filtered == [200] * len(threads)
 
 

@@ -10,8 +10,6 @@ import httpx
 import pytest
 from support.live_service import Live, image_input, live_service, picture, vectors
 
-from plsc.serve.tokens import add_token
-
 KEANU, OTHER, STRANGER = (row.tolist() for row in vectors(3))
 
 
@@ -111,12 +109,9 @@ def test_without_a_threshold_nobody_is_known_and_scores_are_rounded(tmp_path: Pa
         for _ in range(2):
             answer = enrol(live, place, "Keanu Reeves", KEANU, on_known="refuse")
             assert (answer.status_code, answer.json()["known"]) == (201, None)
-    secret = add_token(tmp_path / "tokens.toml", "importer", "write", allow=["vectors"])
-    blunt = add_token(tmp_path / "tokens.toml", "blunt", "write")
-    with live_service(tmp_path / "more", threshold=0.5, score_step=0.3, tokens=tmp_path / "tokens.toml") as live:
-        live.http.headers["Authorization"] = f"Bearer {secret}"
+    callers = {"importer": {"role": "write", "allow": ["vectors"]}, "blunt": {"role": "write"}}
+    with live_service(tmp_path / "more", threshold=0.5, score_step=0.3, callers=callers) as live:
         place = live.collection("staff")
         body = {"faces": [image_input(picture(1))]}
         live.ask("POST", f"{place}/persons", body)
-        live.http.headers["Authorization"] = f"Bearer {blunt}"
-        assert live.ask("POST", f"{place}/persons", body).json()["known"]["score"] == pytest.approx(0.9)
+        assert live.ask("POST", f"{place}/persons", body, by="blunt").json()["known"]["score"] == pytest.approx(0.9)

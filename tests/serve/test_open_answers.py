@@ -5,10 +5,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.live_service import Live, live_service
+from support.live_service import Live, bearer, live_service
 
 from plsc.serve.connections import Connection, ConnectionBudget
-from plsc.serve.tokens import add_token
 from plsc.serve.turns import Turns
 
 HEALTH = ("/health/live", "/health/ready", "/v2", "/v2/health/live", "/v2/health/ready")
@@ -17,10 +16,8 @@ PATHS = ("/", "/page/page.js", "/docs", "/docs/swagger-ui.css", "/openapi.json")
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("open")
-    secret = add_token(folder / "tokens.toml", "known", "search")
-    with live_service(folder, tokens=folder / "tokens.toml") as running:
-        running.http.headers["X-Known"] = f"Bearer {secret}"  # which tests send as Authorization, or not
+    with live_service(tmp_path_factory.mktemp("open"), callers={"known": {"role": "search"}}) as running:
+        del running.http.headers["Authorization"]  # which tests send, or not
         yield running
 
 
@@ -40,7 +37,7 @@ def test_nothing_but_path_and_etag_is_read(live, path):
 @pytest.mark.parametrize("path", [*HEALTH, "/", "/x"])
 def test_heads_without_a_good_token_are_small(live, path):
     long, large = f"{path}?{'a=%41&' * 350}", {"Cookie": "a" * 8_200}
-    known = {"Authorization": live.http.headers["X-Known"]}
+    known = bearer(live.secrets["known"])
     for headers in ({}, {"Authorization": "Bearer plsc_wrong"}):
         for refused, status in (
             (live.ask("GET", long, headers=headers), 414),

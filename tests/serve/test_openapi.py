@@ -21,7 +21,6 @@ from support.live_service import Live, bearer, live_service
 
 from plsc.errors import UsageError
 from plsc.serve.settings import PEOPLE, Items, Limits
-from plsc.serve.tokens import add_token
 
 CHECKS = (
     not_a_server_error,
@@ -147,19 +146,16 @@ def test_no_request_breaks_it_or_gets_an_undescribed_answer(live):
 
 @pytest.mark.slow
 def test_nor_does_one_with_any_token(tmp_path):
-    tokens = tmp_path / "tokens.toml"
-    kinds: dict[str, dict[str, Any]] = {
+    callers = {
+        "admin": {"role": "admin"},
         "camera": {"role": "search", "collections": ["staff"]},
         "reader": {"role": "read", "allow": ["vectors", "embeddings"]},
         "writer": {"role": "write", "collections": ["staff"], "rates": ["writes=5/s", "searches=1/h"]},
-        "admin": {"role": "admin"},
     }
-    secrets = {name: add_token(tokens, name, **options) for name, options in kinds.items()}
-    with live_service(tmp_path, tokens=tokens, threshold=0.3, limits=Limits(persons=3, metadata_bytes=100)) as live:
-        live.http.headers["Authorization"] = f"Bearer {secrets['admin']}"
+    with live_service(tmp_path, callers=callers, threshold=0.3, limits=Limits(persons=3, metadata_bytes=100)) as live:
         live.collection("staff")
         for cases in requests_of(live):
-            for secret in (None, *secrets.values()):
+            for secret in (None, *live.secrets.values()):
                 try_out(live, cases, secret, 1)
 
 
@@ -167,9 +163,7 @@ def test_without_tokens_none_is_described(live, tmp_path):
     described = live.ask("GET", "/openapi.json").json()
     assert all(operation["security"] == [] for _, _, operation in operations(described))
     assert "securitySchemes" not in described["components"]
-    tokens = tmp_path / "tokens.toml"
-    add_token(tokens, "camera", "search")
-    with live_service(tmp_path, tokens=tokens) as guarded:
+    with live_service(tmp_path, callers={"camera": {"role": "search"}}) as guarded:
         for _, path, operation in operations(guarded.ask("GET", "/openapi.json").json()):
             assert operation["security"] == ([{"token": []}] if operation["x-role"] else []), path
 

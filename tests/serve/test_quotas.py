@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 from support.live_service import DIM, live_service
 
-from plsc.serve.quotas import store_bytes
+from plsc.serve.changes import store_bytes
 from plsc.serve.settings import Limits
 
 FACE = {"vector": [1.0] * DIM}

@@ -4,19 +4,18 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from support.live_service import DIM, Live, bearer, image_input, live_service, picture, vectors
+from support.live_service import DIM, Live, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
-from plsc.serve import rate_limits
+from plsc.serve import access
+from plsc.serve.access import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
 from plsc.serve.errors import ApiError
-from plsc.serve.rate_limits import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
-from plsc.serve.tokens import add_token
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     shown = [1000.0]
-    monkeypatch.setattr(rate_limits.time, "monotonic", lambda: shown[0])
+    monkeypatch.setattr(access.time, "monotonic", lambda: shown[0])
     return shown
 
 
@@ -73,28 +72,25 @@ def test_a_token_that_is_changed_has_its_new_limits_at_once(clock):
 
 
 @pytest.fixture(scope="module")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, dict[str, str]]]:
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service whose tokens have hourly limits, which refill too slowly to matter in a test."""
-    folder = tmp_path_factory.mktemp("limited")
-    tokens = folder / "tokens.toml"
     rights = ["vectors", "embeddings"]
-    secrets = {
-        "root": add_token(tokens, "root", "admin", rates=["requests=100000/h", "searches=100000", "writes=100000"]),
-        "camera": add_token(tokens, "camera", "search", rates=["searches=3/h"]),
-        "batcher": add_token(tokens, "batcher", "search", allow=rights, rates=["searches=300/h", "embeddings=4/h"]),
-        "default": add_token(tokens, "default", "write", allow=rights),
-        "busy": add_token(tokens, "busy", "read", rates=["requests=2/h"]),
+    callers = {
+        "root": {"role": "admin", "rates": ["requests=100000/h", "searches=100000", "writes=100000"]},
+        "camera": {"role": "search", "rates": ["searches=3/h"]},
+        "batcher": {"role": "search", "allow": rights, "rates": ["searches=300/h", "embeddings=4/h"]},
+        "default": {"role": "write", "allow": rights},
+        "busy": {"role": "read", "rates": ["requests=2/h"]},
     }
     defaults = parse_rate_limits(["writes=4/h"])
-    with live_service(folder, tokens=tokens, rate_limits=defaults, metrics_port=0) as live:
-        live.http.headers["Authorization"] = f"Bearer {secrets['root']}"
+    folder = tmp_path_factory.mktemp("limited")
+    with live_service(folder, callers=callers, rate_limits=defaults, metrics_port=0) as live:
         live.collection("staff")
-        yield live, secrets
+        yield live
 
 
-def ask(limited: tuple[Live, dict[str, str]], name: str, method: str, path: str, body: object = None) -> httpx.Response:
-    live, secrets = limited
-    return live.ask(method, path, body, headers=bearer(secrets[name]))
+def ask(limited: Live, name: str, method: str, path: str, body: object = None) -> httpx.Response:
+    return limited.ask(method, path, body, by=name)
 
 
 SEARCH, PERSONS = "/v1/collections/staff/search", "/v1/collections/staff/persons"
@@ -143,7 +139,7 @@ def test_the_services_limits_hold_where_a_token_has_none(limited):
 def test_all_requests_together_can_be_limited_and_metrics_tell(limited):
     statuses = [ask(limited, "busy", "GET", path).status_code for path in ("/v1/info", "/v1/nothing", "/v1/info")]
     assert statuses == [200, 404, 429]
-    shown = httpx.get(limited[0].server.metrics_address).text
+    shown = httpx.get(limited.server.metrics_address).text
     assert 'plsc_throttled_total{kind="requests",token="busy"} 1.0' in shown
     assert "plsc_limit_writes_per_second 0.00111" in shown
     assert "plsc_limit_answer_bytes 1.6777216e+07" in shown
@@ -156,11 +152,10 @@ def test_without_tokens_this_machine_is_one_caller(tmp_path):
 
 
 def test_a_token_expires(tmp_path):
-    tokens = tmp_path / "tokens.toml"
-    past = add_token(tokens, "past", "admin", expires="2026-01-01")
-    future = add_token(tokens, "future", "admin", expires="2999-01-01T12:00:00+02:00")
-    with live_service(tmp_path, tokens=tokens) as live:
-        refused = live.ask("GET", "/v1/info", headers=bearer(past))
+    ends = {"past": "2026-01-01", "future": "2999-01-01T12:00:00+02:00"}
+    callers = {name: {"role": "admin", "expires": end} for name, end in ends.items()}
+    with live_service(tmp_path, callers=callers) as live:
+        refused = live.ask("GET", "/v1/info")
         assert refused.status_code == 401
         assert "the token past has expired (2026-01-01)" in refused.json()["error"]["message"]
-        assert live.ask("GET", "/v1/info", headers=bearer(future)).status_code == 200
+        assert live.ask("GET", "/v1/info", by="future").status_code == 200

@@ -10,7 +10,6 @@ import pytest
 from support.live_service import CONTRACT, Live, image_input, live_service, picture, vectors
 
 from plsc.embedding.set_writer import write_embedding_set
-from plsc.serve.tokens import add_token
 from plsc.tools.entry import main
 
 
@@ -18,15 +17,13 @@ from plsc.tools.entry import main
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Persons 0 to 19, each with a picture of that number; ``pictures/`` has some of them, and a broken one."""
     folder = tmp_path_factory.mktemp("remote")
-    secret = add_token(folder / "tokens.toml", "tester", "admin")
-    (folder / "secret").write_text(f"{secret}\n", encoding="ascii")
     (folder / "pictures").mkdir()
     for number in range(3):
         (folder / "pictures" / f"{number}.png").write_bytes(picture(number))
     (folder / "pictures" / "3.bmp").write_bytes(picture(3, kind="BMP"))
     (folder / "pictures" / "4.png").write_bytes(picture(4)[:60])
-    with live_service(folder, tokens=folder / "tokens.toml") as running:
-        running.http.headers["Authorization"] = f"Bearer {secret}"
+    with live_service(folder, callers={"tester": {"role": "admin"}}) as running:
+        (folder / "secret").write_text(f"{running.secrets['tester']}\n", encoding="ascii")
         place = running.collection("staff")
         persons = [{"name": f"p{number}", "faces": [image_input(picture(number))]} for number in range(20)]
         assert running.ask("POST", f"{place}/persons", {"persons": persons}).status_code == 201
@@ -54,8 +51,7 @@ def test_a_folder_of_images(live, capsys):
 
 
 def test_an_image_and_the_token_of_the_environment(live, monkeypatch, capsys):
-    secret = (live.folder / "secret").read_text(encoding="ascii").strip()
-    monkeypatch.setenv("PLSC_TOKEN", secret)
+    monkeypatch.setenv("PLSC_TOKEN", live.secrets["tester"])
     command = ["index", "search", "staff", "--server", live.server.address]
     assert main([*command, "--query", str(live.folder / "pictures" / "1.png"), "--k", "1"]) == 0
     assert " p1 " in capsys.readouterr().out

@@ -10,11 +10,10 @@ from urllib.parse import quote
 
 import pytest
 from support.live_service import Live, bearer, image_input, live_service, picture, vectors
-from support.waiting import wait_until
+from support.waiting import held_up, wait_until
 
 from plsc.errors import UnsupportedError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.serve.tokens import add_token
 
 ODD_IDS = ["7", "a/b", "../x", "%2F?#&", "O'Hara", "李小龙 🙂", "x" * 128, " ", "faces/3", "1/faces/1/thumbnail"]
 
@@ -164,33 +163,24 @@ def test_two_keys_are_refused(live, place):
     assert error(answer) == (400, "bad_request")
 
 
-def test_while_a_request_is_in_hand_its_key_is_taken(live, place, monkeypatch):
-    entered, leave = threading.Event(), threading.Event()
-    enrol = SqliteStore.add_persons
-
-    def slow(self: SqliteStore, *args: Any, **more: Any) -> Any:
-        entered.set()
-        assert leave.wait(20)
-        return enrol(self, *args, **more)
-
-    monkeypatch.setattr(SqliteStore, "add_persons", slow)
+def test_while_a_request_is_in_hand_its_key_is_taken(live, place):
     answers: list[Any] = []
     first = threading.Thread(target=lambda: answers.append(keyed(live, f"{place}/persons", person(1), "slow")))
-    first.start()
-    assert entered.wait(20)
-    second = keyed(live, f"{place}/persons", person(1), "slow")
+    with held_up(live.service.store, "add_persons") as (entered, _):
+        first.start()
+        assert entered.acquire(timeout=20)
+        second = keyed(live, f"{place}/persons", person(1), "slow")
     assert (error(second), second.headers["Retry-After"]) == ((409, "conflict"), "1")
-    leave.set()
     first.join()
     assert answers[0].status_code == 201
     assert keyed(live, f"{place}/persons", person(1), "slow").content == answers[0].content
 
 
 def test_keys_belong_to_a_token_and_outlive_the_process(tmp_path):
-    secrets = [add_token(tmp_path / "tokens.toml", name, "write", allow=["vectors"]) for name in ("one", "two")]
-    headers = [bearer(secret) for secret in secrets]
-    with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
-        assert live.ask("POST", "/v1/collections", {"name": "c"}, headers=headers[0]).status_code == 201
+    callers = {name: {"role": "write", "allow": ["vectors"]} for name in ("one", "two")}
+    with live_service(tmp_path, callers=callers) as live:
+        headers = [bearer(live.secrets[name]) for name in callers]
+        assert live.ask("POST", "/v1/collections", {"name": "c"}).status_code == 201
         made = [keyed(live, "/v1/collections/c/persons", person(1), "same", **one).json()["id"] for one in headers]
         assert len(set(made)) == 2
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:

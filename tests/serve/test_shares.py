@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from support.live_service import Live, bearer, image_input, live_service, picture
-from support.waiting import wait_until
+from support.waiting import held_up, wait_until
 
 from plsc.serve import admission
 from plsc.serve.settings import MIB, Limits
-from plsc.serve.tokens import add_token
 
 LIMITS = Limits(body_bytes=2 * MIB, memory_bytes=12 * MIB, connections=32, requests=16, token_share=0.25)
 
@@ -24,32 +23,31 @@ LIMITS = Limits(body_bytes=2 * MIB, memory_bytes=12 * MIB, connections=32, reque
 class Guarded:
     """A service with the tokens of a camera, and of others."""
 
-    def __init__(self, live: Live, camera: str, other: str) -> None:
-        self.live, self._camera, self._other = live, camera, other
+    def __init__(self, live: Live) -> None:
+        self.live = live
 
     def as_camera(self, head: str, body: bytes = b"") -> socket.socket:
         """A connection on which the camera has sent a request; the head's lines end in newlines."""
         connection = self.live.connect()
         with contextlib.suppress(OSError):  # refused before all of it was sent
             connection.sendall(
-                f"{head}Host: x\nAuthorization: Bearer {self._camera}\n\n".replace("\n", "\r\n").encode()
+                f"{head}Host: x\nAuthorization: Bearer {self.live.secrets['camera']}\n\n".replace("\n", "\r\n").encode()
             )
             connection.sendall(body)
         return connection
 
     def as_other(self, method: str, path: str, **options: Any) -> httpx.Response:
         """The answer to another token, on a new connection."""
-        headers = {"Authorization": f"Bearer {self._other}", **options.pop("headers", {})}
+        headers = {**bearer(self.live.secrets["other"]), **options.pop("headers", {})}
         with httpx.Client(base_url=self.live.server.address, timeout=30) as client:
             return client.request(method, path, headers=headers, **options)
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    tokens = tmp_path / "tokens.toml"
-    camera, other = add_token(tokens, "camera", "search"), add_token(tokens, "other", "search")
-    with live_service(tmp_path, tokens=tokens, limits=LIMITS) as live:
-        yield Guarded(live, camera, other)
+    callers = {name: {"role": "search"} for name in ("camera", "other")}
+    with live_service(tmp_path, callers=callers, limits=LIMITS) as live:
+        yield Guarded(live)
 
 
 def first_line(connection: socket.socket) -> bytes:
@@ -105,17 +103,8 @@ def test_bodies_of_one_token_leave_room_for_the_others(guarded):
 
 
 def test_requests_in_flight_are_counted_for_each_token(guarded):
-    release, began = threading.Event(), threading.Semaphore(0)
-    original = guarded.live.service.store.collections
-
-    def blocked() -> Any:
-        began.release()
-        release.wait(60)
-        return original()
-
-    guarded.live.service.store.collections = blocked
     with contextlib.ExitStack() as closing:
-        closing.callback(release.set)
+        began, release = closing.enter_context(held_up(guarded.live.service.store, "collections"))
         head = "GET /v1/collections HTTP/1.1\nConnection: close\n"
         running = [closing.enter_context(guarded.as_camera(head)) for _ in range(4)]
         assert began.acquire(timeout=60)
@@ -136,8 +125,8 @@ def test_requests_in_flight_are_counted_for_each_token(guarded):
 def test_a_good_token_makes_a_shared_connection_nobody_elses(tmp_path, monkeypatch):
     """A proxy's connection carries known callers and strangers in turn; strangers wait for theirs on it, too."""
     monkeypatch.setattr(admission, "_OPEN_PART", 0.0)  # what is saved at the start is all that strangers get
-    secret = add_token(tmp_path / "tokens.toml", "known", "search")
-    with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live, live.connect() as shared:
+    with live_service(tmp_path, callers={"known": {"role": "search"}}) as live, live.connect() as shared:
+        secret = live.secrets["known"]
         known = f"GET /v1/info HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n\r\n".encode()
 
         def ask(request: bytes) -> bytes:
@@ -155,7 +144,7 @@ def test_a_good_token_makes_a_shared_connection_nobody_elses(tmp_path, monkeypat
         shared.settimeout(2)
         with pytest.raises(TimeoutError):
             ask_in_turn()
-        assert live.ask("GET", "/v1/info", headers=bearer(secret)).status_code == 200
+        assert live.ask("GET", "/v1/info").status_code == 200
 
 
 def test_without_tokens_one_program_leaves_a_process_that_decodes_to_others(tmp_path):

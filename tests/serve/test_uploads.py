@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from support.live_service import Live, image_input, live_service, picture
 
-from plsc.serve import inputs
+from plsc.serve import decoding
 from plsc.serve.settings import MIB, Limits
 
 FILES = [picture(seed, kind="JPEG") for seed in range(3)]
@@ -180,7 +180,7 @@ def test_photos_of_iphones_are_read_where_the_service_can(live, monkeypatch):
     sent = {"content": data, "headers": {"Content-Type": "image/heic"}}
     read = live.ask("POST", PERSONS, **sent, params={"name": "Ada"})
     assert (read.status_code, len(read.json()["faces"])) == (201, 1), read.text
-    monkeypatch.setattr(inputs, "unread_formats", lambda: {"HEIF": "pip install plsc-torch[heic] reads them"})
+    monkeypatch.setattr(decoding, "unread_formats", lambda: {"HEIF": "pip install plsc-torch[heic] reads them"})
     for path in (PERSONS, "/v1/collections/staff/search"):
         refused = live.ask("POST", path, **sent)
         message = refused.json()["error"]["message"]

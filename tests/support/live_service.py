@@ -5,7 +5,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from plsc.serve.observability import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service
 from plsc.serve.settings import Settings
+from plsc.serve.tokens import add_token
 
 SIZE, DIM = 16, 8
 CONTRACT = "linear-model"
@@ -61,12 +62,14 @@ class Live:
     http: httpx.Client
     folder: Path
     thread: threading.Thread  # of the event loop
+    secrets: dict[str, str]  # of tokens, by their names
 
-    def ask(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """A request, with ``body`` as JSON."""
+    def ask(self, method: str, path: str, body: Any = None, *, by: str = "", **options: Any) -> httpx.Response:
+        """A request, with ``body`` as JSON, and the token ``by``."""
+        headers = {**(bearer(self.secrets[by]) if by else {}), **options.pop("headers", {})}
         if body is not None:
-            options = {"content": json.dumps(body), "headers": {**JSON, **options.pop("headers", {})}, **options}
-        return self.http.request(method, path, **options)
+            options, headers = {"content": json.dumps(body), **options}, {**JSON, **headers}
+        return self.http.request(method, path, headers=headers, **options)
 
     def collection(self, name: str) -> str:
         """Make a collection; returns its path."""
@@ -89,12 +92,19 @@ def live_service(
     detector: Any = None,
     source: str = "models/linear.safetensors",
     embedder: Embedder | None = None,
+    callers: Mapping[str, Mapping[str, Any]] | None = None,
     **changes: Any,
 ) -> Iterator[Live]:
     """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
 
-    The model is ``embedder``, or the linear one.
+    The model is ``embedder``, or the linear one. With ``callers``, what each token may do by its name, the client has
+    the token of the first one, unless :meth:`Live.ask` names another.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    secrets: dict[str, str] = {}
+    if callers is not None:
+        changes["tokens"] = folder / "tokens.toml"
+        secrets = {name: add_token(changes["tokens"], name, **options) for name, options in callers.items()}
     given = {"port": 0, "snapshots": folder / "snapshots", "audit": folder / "audit.jsonl", **changes}
     settings = Settings(**given)
     server = Server(settings)
@@ -115,8 +125,9 @@ def live_service(
     try:
         service = services.get(timeout=120)
         assert service is not None, "the service did not become ready"
-        with httpx.Client(base_url=server.address, timeout=120) as http:
-            yield Live(server, service, http, folder, thread)
+        headers = bearer(next(iter(secrets.values()))) if secrets else {}
+        with httpx.Client(base_url=server.address, timeout=120, headers=headers) as http:
+            yield Live(server, service, http, folder, thread, secrets)
     finally:
         server.stop()
         thread.join(60)

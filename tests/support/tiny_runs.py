@@ -50,7 +50,7 @@ def register_tiny() -> None:
     """Make backbones known: "tiny", "plain" (without dropout), "smooth" (nor batch normalisation), "residual".
 
     The last one has three blocks after its stem, a tensor that is no multiple of any number of ranks, and one weight
-    that is not trained. "tiny_vit" has two transformer blocks of 8 heads, and drops nothing.
+    that is not trained. "tiny_vit" has two transformer blocks of 8 heads, "vit_of_pipelines" four; they drop nothing.
     """
     from plsc.models import Backbone, names, register, vit
 
@@ -97,10 +97,13 @@ def register_tiny() -> None:
         return model
 
     def tiny_vit(embedding_dim: int, image_size: int) -> Backbone:
-        vit.SHAPES["tiny_vit"] = vit.Shape(32, 2)
         return vit.VisionTransformer("tiny_vit", embedding_dim, image_size, drop_path=0.0)
 
-    for builder in (tiny, plain, smooth, residual, tiny_vit):
+    def vit_of_pipelines(embedding_dim: int, image_size: int) -> Backbone:
+        return vit.VisionTransformer("vit_of_pipelines", embedding_dim, image_size, drop_path=0.0)
+
+    vit.SHAPES |= {"tiny_vit": vit.Shape(32, 2), "vit_of_pipelines": vit.Shape(32, 4)}
+    for builder in (tiny, plain, smooth, residual, tiny_vit, vit_of_pipelines):
         register(builder)
 
 

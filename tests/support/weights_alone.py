@@ -1,6 +1,6 @@
 """A module of a few weights and no layers, as ranks exchange them, and the bytes that collectives are given."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -51,3 +51,17 @@ def counted_bytes(*collectives: tuple[Any, str]) -> Iterator[list[int]]:
     finally:
         for patch in patches:
             patch.stop()
+
+
+def bytes_of_steps(
+    net: nn.Module, exchange: Any, inputs: Iterable[dict[str, Tensor]], *collectives: tuple[Any, str]
+) -> list[tuple[int, int]]:
+    """(bytes given to ``collectives``, bytes foretold by ``exchange``) of a step on each of the inputs."""
+    counts = []
+    for step, given in enumerate(inputs):
+        with counted_bytes(*collectives) as sent:
+            exchange.begin(step)
+            net({name: each.float() for name, each in given.items()}).backward()
+            exchange.settle(torch.tensor(0.0))
+        counts.append((sum(sent), exchange.sent_bytes(net.parameters(), step)))
+    return counts

@@ -1,6 +1,5 @@
 """Checkpoints that are written while training goes on: what they hold, when they appear, and what a failure costs."""
 
-import errno
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import TINY, losses, run
+from support.tiny_runs import TINY, run
 from torch import Tensor
 
 from plsc import config
@@ -220,36 +219,6 @@ def test_a_full_disk_is_reported_on_all_ranks_and_the_next_one_is_written(
         assert lines[0].endswith("File too large; free some space; training goes on, and tries again later")
         assert message == f"cannot write the checkpoint {tmp_path}/.step-00000002.tmp: File too large; free some space"
         assert step == 3
-
-
-def with_a_full_disk(mesh: Any, out: Path, changes: dict[str, Any], full_at: int) -> str:
-    """Train, with the disk full for one rank while the checkpoint of step ``full_at`` is written."""
-    write = checkpoint_writer.FileSystemWriter.write_data
-
-    def failing(self: Any, *args: Any) -> Any:
-        if mesh.rank == 1 and f"{full_at:08d}" in str(self.path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_writer.FileSystemWriter, "write_data", failing)
-        try:
-            run(mesh, out, changes)
-        except DataError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_training_outlives_a_full_disk_unless_the_last_checkpoint_meets_it(tmp_path: Path, ranks: Ranks) -> None:
-    changes = {"epochs": 3, "data.batch_size": 6}
-    assert ranks(2, with_a_full_disk, tmp_path, changes, 8) == ["", ""]
-    assert len(losses(tmp_path)) == 15
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000004", "step-00000012", "step-00000015"]
-    assert "no checkpoint of step 8: cannot write the checkpoint" in (tmp_path / "train.log").read_text()
-    for message in ranks(2, with_a_full_disk, tmp_path / "last", changes, 15):
-        assert "No space left on device; free some space" in message
 
 
 def trained(mesh: Any, out: Path, changes: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Training runs whose ranks average weights: losses, resumption, what is shipped, and what is refused."""
+"""Training runs whose ranks average weights: losses, resumption, and what is shipped."""
 
 from pathlib import Path
 from typing import Any

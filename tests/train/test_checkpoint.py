@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny_runs import Killable, losses, run
+from support.tiny_runs import Killable, losses, refusal, run
 
 from plsc.config import KeepConfig
 from plsc.parallel import Mesh
@@ -184,8 +184,8 @@ def test_killed_while_others_are_removed(fault: str, tmp_path: Path, ranks: Rank
     assert names(CheckpointFolder(tmp_path / "checkpoints", ALONE)) == ["latest", "step-00000012"]
 
 
-def with_a_full_disk(mesh: Any, out: Path, place: str) -> None:
-    """Train, with the disk full at one place of the second checkpoint, that of step 8."""
+def with_a_full_disk(mesh: Any, out: Path, place: str, steps: int = 12) -> str:
+    """Train, with the disk full at one place of the second checkpoint, that of step 8; the error that ends the run."""
     owner, _, name = f"plsc.train.{place}".rpartition(".")
     original, calls = getattr(pkgutil.resolve_name(owner), name), 0
 
@@ -198,12 +198,13 @@ def with_a_full_disk(mesh: Any, out: Path, place: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pkgutil.resolve_name(owner), name, failing)
-        run(mesh, out, {"checkpoint.keep": 2, "epochs": None, "steps": 12})
+        return refusal(mesh, out, {"checkpoint.keep": 2, "epochs": None, "steps": steps})
 
 
 @pytest.mark.parametrize(
     ("place", "what"),
     [
+        ("checkpoint_writer.FileSystemWriter.write_data", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("checkpoint_writer.FileSystemWriter.finish", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("async_checkpoint.write_json", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("checkpoint.write_json", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
@@ -214,11 +215,17 @@ def with_a_full_disk(mesh: Any, out: Path, place: str) -> None:
 def test_a_full_disk_before_it_is_published_costs_that_checkpoint(
     place: str, what: str, tmp_path: Path, ranks: Ranks
 ) -> None:
-    ranks(1, with_a_full_disk, tmp_path, place)
+    assert ranks(1, with_a_full_disk, tmp_path, place) == [""]
     assert names(CheckpointFolder(tmp_path / "checkpoints", ALONE)) == ["latest", "step-00000004", "step-00000012"]
     cannot = f"cannot write {what.format(tmp_path)}: No space left on device; free some space"
     assert f"no checkpoint of step 8: {cannot}; training goes on" in (tmp_path / "train.log").read_text()
     checkpoint_reader.open_checkpoint(tmp_path / "checkpoints/step-00000012", ALONE)
+
+
+def test_a_full_disk_at_the_last_one_ends_the_run(tmp_path: Path, ranks: Ranks) -> None:
+    (message,) = ranks(1, with_a_full_disk, tmp_path, "checkpoint_writer.FileSystemWriter.write_data", 8)
+    assert message.startswith("DataError: cannot write the checkpoint")
+    assert message.endswith("No space left on device; free some space")
 
 
 def test_a_full_disk_after_it_is_published_is_reported(tmp_path: Path, ranks: Ranks) -> None:

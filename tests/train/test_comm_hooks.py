@@ -1,4 +1,4 @@
-"""Training runs whose ranks compress their gradients: losses, resumption, and configurations that are refused."""
+"""Training runs whose ranks compress their gradients: losses, resumption, and what checkpoints hold."""
 
 from pathlib import Path
 from typing import Any

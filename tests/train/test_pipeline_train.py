@@ -13,9 +13,9 @@ from plsc.train.metrics import read_metrics
 Ranks = Any
 # 120 images, 5 steps an epoch: in every run the same 24 samples, and batch normalisation of the same sixes, make a step
 SETUP: dict[str, Any] = {"backbone": "vit_of_pipelines", "data.train": "avatars:10x12", "optim.lr": 0.005}
-ALONE: dict[str, Any] = {"data.batch_size": 6, "optim.accumulate": 4}
-ONE: dict[str, Any] = {"parallel.pp": 2, "data.batch_size": 24}
-TWO: dict[str, Any] = {"parallel.pp": 2, "data.batch_size": 12, "parallel.pp_micro_batches": 2}
+ALONE: dict[str, Any] = {**SETUP, "data.batch_size": 6, "optim.accumulate": 4}
+ONE: dict[str, Any] = {**SETUP, "parallel.pp": 2, "data.batch_size": 24}
+TWO: dict[str, Any] = {**SETUP, "parallel.pp": 2, "data.batch_size": 12, "parallel.pp_micro_batches": 2}
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpipe": (2, {**ONE, "parallel.pp_schedule": "gpipe"}),
     "1f1b": (2, ONE),
@@ -39,23 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register_vit() -> None:
-    from plsc.models import names, register, vit
-
-    def vit_of_pipelines(embedding_dim: int, image_size: int) -> Any:
-        vit.SHAPES["vit_of_pipelines"] = vit.Shape(32, 4)
-        return vit.VisionTransformer("vit_of_pipelines", embedding_dim, image_size, drop_path=0.0)
-
-    if "vit_of_pipelines" not in names():
-        vit.SHAPES["vit_of_pipelines"] = vit.Shape(32, 4)
-        register(vit_of_pipelines)
-
-
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-    register_vit()
-    return run(mesh, out, {**SETUP, **changes}, resume)
-
-
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Returns the run of one process, by variant."""
@@ -64,7 +47,7 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def find(variant: str) -> Path:
         if variant not in runs:
             runs[variant] = tmp_path_factory.mktemp("alone") / "run"
-            ranks(1, on_rank, runs[variant], {**ALONE, **VARIANTS[variant]})
+            ranks(1, run, runs[variant], {**ALONE, **VARIANTS[variant]})
         return runs[variant]
 
     return find
@@ -104,7 +87,7 @@ def assert_same_weights(out: Path, theirs: Path) -> None:
 )
 def test_losses_are_those_of_one_process(name: str, variant: str, alone: Any, ranks: Ranks, tmp_path: Path) -> None:
     world, changes = PIPELINES[name]
-    results = ranks(world, on_rank, tmp_path / "run", {**changes, **VARIANTS[variant]})
+    results = ranks(world, run, tmp_path / "run", {**changes, **VARIANTS[variant]})
     assert all(result["loss"] == results[0]["loss"] for result in results)
     is_rounded = world == 4 and ("bf16" in variant or "fp16" in variant)  # sums of other parts, in 16 bits
     assert_same_losses(tmp_path / "run", alone(variant), 1e-2 if is_rounded else 1e-4)
@@ -119,21 +102,21 @@ def test_a_run_goes_on_under_other_strategies_and_worlds(alone: Any, ranks: Rank
     course = [PIPELINES["1f1b"], PIPELINES["fsdp"], (1, ALONE), PIPELINES["tp"], PIPELINES["two pipelines"]]
     for index, (world, changes) in enumerate(course):
         changes = {**changes, **variant, "steps": 4 * (index + 1), "epochs": None}
-        ranks(world, on_rank, tmp_path / "run", changes, "auto" if index else None)
-    ranks(1, on_rank, tmp_path / "alone", {**ALONE, **variant})
+        ranks(world, run, tmp_path / "run", changes, "auto" if index else None)
+    ranks(1, run, tmp_path / "alone", {**ALONE, **variant})
     assert_same_losses(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.slow
 def test_sharded_stages_accumulate(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(1, on_rank, tmp_path / "alone", {**ALONE, "optim.accumulate": 8, "epochs": 2})
-    ranks(4, on_rank, tmp_path / "run", {**PIPELINES["fsdp"][1], "optim.accumulate": 2, "epochs": 2})
+    ranks(1, run, tmp_path / "alone", {**ALONE, "optim.accumulate": 8, "epochs": 2})
+    ranks(4, run, tmp_path / "run", {**PIPELINES["fsdp"][1], "optim.accumulate": 2, "epochs": 2})
     assert_same_losses(tmp_path / "run", tmp_path / "alone")
 
 
 def with_each_optimizer(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
     for name in ("lars", "lamb", "adafactor", "lion", "muon"):
-        on_rank(mesh, out / name, {**changes, "optim.name": name, "optim.lr": 0.002, "epochs": 1})
+        run(mesh, out / name, {**changes, "optim.name": name, "optim.lr": 0.002, "epochs": 1})
 
 
 @pytest.mark.slow
@@ -143,7 +126,7 @@ def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Rank
     ranks(4, with_each_optimizer, tmp_path / "ddp", TWO)
     ranks(4, with_each_optimizer, tmp_path / "zero1", PIPELINES["zero1"][1])
     for name in ("lars", "lamb", "adafactor", "lion", "muon"):
-        alone, stages, ddp, zero1 = (losses(tmp_path / run / name) for run in ("alone", "stages", "ddp", "zero1"))
+        alone, stages, ddp, zero1 = (losses(tmp_path / each / name) for each in ("alone", "stages", "ddp", "zero1"))
         assert stages == alone, name
         assert zero1 == ddp, name
         rel = 1e-2 if name == "muon" else 1e-4
@@ -163,6 +146,6 @@ def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Rank
 def test_gradients_of_stages_are_sent_in_16_bits(
     changes: dict[str, Any], rel: float, alone: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks(4, on_rank, tmp_path / "run", {**TWO, **changes})
+    ranks(4, run, tmp_path / "run", {**TWO, **changes})
     assert_same_losses(tmp_path / "run", alone("sgd"), rel)
     assert losses(tmp_path / "run") != losses(alone("sgd"))

@@ -9,17 +9,19 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import exchange_after_backward
 from plsc.parallel.strategies.layout import Layout
 from plsc.parallel.tensor_shard import Block, TensorShard
+
+if TYPE_CHECKING:
+    from plsc.parallel.strategies.ddp import GradientExchange  # which imports this module
 
 Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 Groups = list[dict[str, Any]]
@@ -85,7 +87,7 @@ class Wrapping:
 
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     compile: Callable[[nn.Module], nn.Module] | None = None
-    exchange: GradientExchange | None = None
+    exchange: "GradientExchange | None" = None
     bucket_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
@@ -232,8 +234,10 @@ class Strategy:
         """Give :attr:`weights` the gradients of the backward passes, where the engine keeps them elsewhere."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, of the engine's weights and of :attr:`weights`."""
         self.net.zero_grad()
+        for weight in self.weights:
+            weight.parameter.grad = None
 
     # The state.
 

@@ -1,19 +1,19 @@
-"""Data parallelism of the backbone: every rank holds all of it and averages its gradients."""
+"""Data parallelism of the backbone: every rank holds all of it and averages its gradients.
+
+How ranks exchange them is a :class:`GradientExchange`; the kinds that compress are in
+:mod:`plsc.parallel.gradient_compression`, averages of weights in :mod:`plsc.parallel.model_averaging`.
+"""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.futures import Future
 
 from plsc.errors import UsageError
-from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh, require_mesh
 from plsc.parallel.strategies.base import Strategy
 
@@ -21,62 +21,96 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
 
-class Float64Gradients(GradientExchange):
-    """Float64 weight gradients of this rank, kept from the layers that sum them until DDP exchanges them.
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """Options of all hooks and averages, by the names of the keys of [parallel]; each reads those that it needs.
 
-    For :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64`.
+    Attributes:
+        powersgd_rank: rank of PowerSGD's approximation of a gradient as a matrix.
+        powersgd_start_step: the step, counted from 0, from which PowerSGD compresses.
+        dgc_sparsity: share of a tensor's elements that Deep Gradient Compression does not send in a step.
+        dgc_warmup_steps: steps over which the sparsity rises to that, in four stages.
+        dgc_dense_below: tensors with fewer elements than this are sent whole.
+        clip_norm: Deep Gradient Compression's bound on the norm of the ranks' gradients together; 0: none.
+        averaging_period: steps from one average of weights over all ranks to the next.
+        averaging_start_step: post_local_sgd: steps of the run before which gradients are averaged over all ranks.
+        averaging_group_ranks: consecutive ranks that average more often, a divisor of all ranks; 1: none.
+        averaging_group_period: hierarchical: steps from one average within such a group to the next; 1: gradients are
+            averaged there at every step, as they are in the groups of the other ways.
+        outer_lr, outer_momentum: diloco: of the outer optimizer.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._sums: dict[Tensor, Tensor] = {}
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+    dgc_sparsity: float = 0.999
+    dgc_warmup_steps: int = 0
+    dgc_dense_below: int = 16384
+    clip_norm: float = 0.0
+    averaging_period: int = 8
+    averaging_start_step: int = 1000
+    averaging_group_ranks: int = 1
+    averaging_group_period: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+
+class GradientExchange:
+    """DDP's own all-reduce in the gradients' precision; the base of those that compress.
+
+    Args:
+        mesh: the ranks that exchange.
+        module: whose gradients or weights are exchanged, on the mesh's device already.
+        options: of all kinds.
+
+    Attributes:
+        clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
+        forgets: what a checkpoint does not hold of it, in words; empty: nothing.
+        delays_gradients: parts of gradients wait on the rank for later steps, and whole ones are compressed.
+        keeps_state: whether :meth:`state` may have tensors.
+        replicas_differ: whether ranks may have different weights now.
+    """
+
+    clipped_locally: frozenset[nn.Parameter] = frozenset()
+    forgets = ""
+    delays_gradients = False
+    keeps_state = False
+    replicas_differ = False
+
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
+        self._mesh, self._options = mesh, options
 
     def register(self, net: "DistributedDataParallel") -> None:
-        """Register :meth:`exchange`."""
-        net.register_comm_hook(self, Float64Gradients.exchange)
+        """Make ``net`` exchange its gradients in this way."""
 
-    def in_float64(self, parameter: Tensor) -> Tensor:
-        """Return ``parameter`` in float64, whose gradient joins the next exchange."""
-        wide = parameter.double()
-        if wide.requires_grad:
-            wide.register_hook(partial(self.add, parameter))
-        return wide
+    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over what the exchange computes in the optimizer's place."""
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add ``gradient``, float64, to the next exchange. With one rank there is none, and nothing is kept."""
-        if self.mesh.world_size == 1:
-            return
-        before = self._sums.get(parameter)
-        self._sums[parameter] = gradient if before is None else before + gradient
+    def begin(self, step: int) -> None:
+        """Begin the optimizer step of this number, counted from 0."""
 
-    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket over the ranks in float64 (a DDP communication hook). Moves 2·8 bytes per weight.
+    def settle(self, skip: Tensor) -> None:
+        """Keep what this step's exchange changed on the rank, or forget it where ``skip``, a scalar, is not 0."""
 
-        Parameters whose layers do not sum in float64 are added as they came.
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Return the bytes that a rank contributes to the collectives of a step.
+
+        An all-reduce moves twice as many per rank, in and out; an all-gather brings every other rank's.
         """
-        pairs = [
-            (parameter, _as_laid_out(gradient, parameter))
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        ]
-        local = [self._sums.pop(parameter, gradient).double().flatten() for parameter, gradient in pairs]
-        total = all_reduce_sum(torch.cat(local), self.mesh)
-        for (_, gradient), part in zip(pairs, total.split([each.numel() for each in local]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
-        done: Future[Tensor] = Future()
-        done.set_result(bucket.buffer())
-        return done
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
-    def embeddings(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
-        """Return embeddings in float64 while training, so that their gradient comes in float64 (a forward hook).
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the parameters hold the average over all ranks, where ranks have their own, until the block ends."""
+        return nullcontext()
 
-        The head multiplies that gradient by the number of ranks. The factor is divided out here, before anything is
-        rounded: a gradient three times as large rounds differently. Hence :meth:`exchange` takes sums, not means.
-        """
-        if not (module.training and output.requires_grad):
-            return output
-        embeddings_f64 = output.double()
-        embeddings_f64.register_hook(lambda gradient: gradient / self.mesh.world_size)
-        return embeddings_f64
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Set tensors to their averages over all ranks, where ranks have their own."""
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's tensors that the next steps build on, by name."""
+        return {}
+
+    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+        """Take over ``tensors`` of :meth:`state`, and from a restored ``optimizer`` what :meth:`take_momentum` says."""
 
 
 class DataParallel(Strategy):
@@ -154,9 +188,3 @@ def data_parallel(
     if exchange is not None:
         exchange.register(net)
     return net
-
-
-def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
-    """View a gradient with its parameter's strides (channels last, say): DDP lays it out so, but shows it row-major."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return flat.as_strided(parameter.shape, strides, flat.storage_offset())

@@ -85,12 +85,6 @@ class FullySharded(Strategy):
                 gradient = self._sharded[weight.name].grad
                 weight.parameter.grad = None if gradient is None else cast(DTensor, gradient).to_local()
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of both."""
-        super().zero_grad()
-        for weight in self.weights:
-            weight.parameter.grad = None
-
     def gather(self, weight: Weight, part: Tensor) -> Tensor:
         """Return the whole of a weight on the mesh's device."""
         whole: Tensor = self.as_dtensor(weight, part).full_tensor()

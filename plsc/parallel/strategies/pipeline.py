@@ -264,12 +264,6 @@ class Pipeline(Strategy):
         """Give :attr:`weights` their gradients, as the strategy within the stage does."""
         self._within.collect_gradients()
 
-    def zero_grad(self) -> None:
-        """Forget all gradients, of stages and :attr:`weights`."""
-        super().zero_grad()
-        for weight in self.weights:
-            weight.parameter.grad = None
-
     # The state.
 
     def writes(self, name: str, tensor: Tensor) -> bool:

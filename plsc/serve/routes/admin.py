@@ -6,11 +6,10 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from plsc.serve import idempotency
+from plsc.serve.changes import KEY_DESCRIBED
 from plsc.serve.errors import RETRY_SECONDS, error_responses
-from plsc.serve.routing import DELETED, SEGMENT, Served, get_lifecycle, requires
+from plsc.serve.routing import DELETED, SEGMENT, BodyRoute, Served, get_lifecycle, requires
 from plsc.serve.snapshots import SnapshotView
-from plsc.serve.uploads import BodyRoute
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -57,7 +56,7 @@ async def list_snapshots(service: Served) -> SnapshotsView:
     status_code=201,
     tags=["snapshots"],
     responses=error_responses(409, 422, 501),
-    openapi_extra=idempotency.DESCRIBED,
+    openapi_extra=KEY_DESCRIBED,
 )
 @requires("admin", all_collections=True)
 async def take_snapshot(service: Served, request: Request, response: Response) -> SnapshotView:

@@ -8,12 +8,11 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from plsc.gallery.validation import COLLECTION_NAME
-from plsc.serve import idempotency
 from plsc.serve.access import current_caller
+from plsc.serve.changes import KEY_DESCRIBED
 from plsc.serve.errors import ApiError, error_responses
-from plsc.serve.routing import DELETED, CollectionName, Served, requires
+from plsc.serve.routing import DELETED, BodyRoute, CollectionName, Served, requires
 from plsc.serve.schemas import Body, body_like
-from plsc.serve.uploads import BodyRoute
 
 router = APIRouter(prefix="/v1/collections", route_class=BodyRoute, tags=["collections"])
 
@@ -57,9 +56,7 @@ async def list_collections(service: Served) -> CollectionsView:
     return CollectionsView(collections=[CollectionView(**asdict(one)) for one in collections if caller.sees(one.name)])
 
 
-@router.post(
-    "", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=idempotency.DESCRIBED
-)
+@router.post("", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=KEY_DESCRIBED)
 @requires("write", all_collections=True)
 async def create_collection(
     body: Annotated[NewCollection, body_like(a_collection={"name": "visitors"})],
@@ -98,9 +95,7 @@ async def delete_collection(collection: CollectionName, service: Served) -> None
     service.forget(collection)
 
 
-@router.post(
-    "/{collection}/compact", responses=error_responses(404, 409, 422, 501), openapi_extra=idempotency.DESCRIBED
-)
+@router.post("/{collection}/compact", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("write")
 async def compact_collection(
     collection: CollectionName, service: Served, request: Request, response: Response

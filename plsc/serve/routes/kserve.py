@@ -17,11 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from plsc.serve.access import Endpoint
+from plsc.serve.access import Endpoint, charge
 from plsc.serve.errors import RETRY_SECONDS, ApiError, error_responses, first_error
-from plsc.serve.inputs import Float32
-from plsc.serve.rate_limits import charge
 from plsc.serve.routing import SEGMENT, Served, get_lifecycle, read_json, requires
+from plsc.serve.schemas import Float32
 
 INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
 LENGTH_HEADER = "Inference-Header-Content-Length"

@@ -8,12 +8,10 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from plsc.serve.access import Right, Role, ScoreView, current_caller
+from plsc.serve.access import Right, Role, ScoreView, charge, current_caller, effective_limits
 from plsc.serve.errors import error_responses
-from plsc.serve.rate_limits import charge, effective_limits
-from plsc.serve.routing import Served, requires
+from plsc.serve.routing import BodyRoute, Served, Upload, accepts, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
-from plsc.serve.uploads import BodyRoute, Upload, accepts
 
 router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
 _TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs")

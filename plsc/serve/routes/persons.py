@@ -11,26 +11,31 @@ from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
 from plsc.gallery.values import Person
-from plsc.serve import idempotency, schemas
+from plsc.serve import schemas
+from plsc.serve.access import charge
+from plsc.serve.changes import (
+    CONDITIONS_DESCRIBED,
+    KEY_DESCRIBED,
+    PUT_CONDITIONS_DESCRIBED,
+    read_precondition,
+    set_etag,
+)
 from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
-from plsc.serve.rate_limits import charge
 from plsc.serve.routing import (
-    CONDITIONS_DESCRIBED,
     DELETED,
     LARGEST_ID,
-    PUT_CONDITIONS_DESCRIBED,
+    BodyRoute,
     CollectionName,
     Id,
     Served,
+    Upload,
+    accepts,
     read_json,
-    read_precondition,
     record_ids,
     requires,
-    set_etag,
 )
 from plsc.serve.service import Service
-from plsc.serve.uploads import BodyRoute, Upload, accepts
 
 MAX_PAGE = 1000
 _READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
@@ -78,7 +83,7 @@ async def list_persons(
         },
         **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
     },
-    openapi_extra=_NEW_PERSON.described(idempotency.DESCRIBED),
+    openapi_extra=_NEW_PERSON.described(KEY_DESCRIBED),
 )
 @requires("write")
 @accepts(_NEW_PERSON)
@@ -222,7 +227,7 @@ async def delete_person(collection: CollectionName, person: Id, service: Served,
     f"{_PERSON_PATH}/faces",
     status_code=201,
     responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
-    openapi_extra=_FACES.described(idempotency.DESCRIBED),
+    openapi_extra=_FACES.described(KEY_DESCRIBED),
 )
 @requires("write")
 @accepts(_FACES)

@@ -14,14 +14,17 @@ from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.gallery.values import Match
 from plsc.index.ann import TUNED_FOR
 from plsc.serve import schemas
-from plsc.serve.access import ScoreView, current_caller
+from plsc.serve.access import ScoreView, charge, current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
-from plsc.serve.rate_limits import charge
 from plsc.serve.routing import (
+    PICTURE_TYPES,
     DirectRoute,
+    Upload,
+    check_type,
     content_type,
     get_service,
+    is_upload,
     query_parameters,
     read_body,
     read_json,
@@ -29,7 +32,6 @@ from plsc.serve.routing import (
     requires,
 )
 from plsc.serve.service import Service
-from plsc.serve.uploads import PICTURE_TYPES, Upload, check_type, is_upload, read_upload
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
 _MATCH_BYTES = 96  # of a match besides its person
@@ -167,14 +169,12 @@ async def search(request: Request) -> Response:
 async def _read_search(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
     """The search that a request asks for, warnings about its inputs, and the deadline."""
     kind = content_type(request.scope)
-    check_type(kind)
+    check_type(kind, _UPLOAD)
+    body = await read_body(request, service, _UPLOAD)
     if is_upload(kind):
-        body = await read_upload(request, service, _UPLOAD)
         body = {"queries": body.pop(_UPLOAD.pictures), **_options(body)}
-    else:
-        body = read_body(await request.body(), service)
-        if request.scope["query_string"] and isinstance(body, dict):
-            body = {**_options(dict(request.query_params)), **body}
+    elif request.scope["query_string"] and isinstance(body, dict):
+        body = {**_options(dict(request.query_params)), **body}
     form = _parse(SearchBody, body)
     deadline, filter = service.deadline(form.deadline_ms), schemas.parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
