@@ -1,11 +1,9 @@
 """Filters on persons' metadata, as JSON: ``{"city": "Bern", "age": {"gte": 30, "lt": 40}}`` (all must hold).
 
 :meth:`Filter.matches` defines the meaning. Each store translates a filter into its own language with the parts below:
-:data:`COMPARISONS` and :func:`kind_of`.
+:data:`COMPARISONS` and :func:`plsc.gallery.validation.kind_of`.
 """
 
-import enum
-import math
 import operator as operators
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from plsc.errors import UsageError, quoted
+from plsc.gallery.validation import Kind, check_key, check_scalar, kind_of
 
 OPERATORS = ("eq", "ne", "in", "gt", "gte", "lt", "lte", "exists")
 COMPARISONS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # the ordering operators in SQL and Milvus expressions
-MAX_ENTRIES = 64  # of a metadata object
 MAX_CONDITIONS = 16  # of a filter: each costs a look at all persons who have the key
-MAX_CHARACTERS = 1024  # of a key or a string value
 MAX_IN_VALUES = 10_000  # of all lists of a filter: each is a parameter of SQL
 _ORDERINGS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operators.gt,
@@ -26,21 +23,6 @@ _ORDERINGS: dict[str, Callable[[Any, Any], Any]] = {
     "lt": operators.lt,
     "lte": operators.le,
 }
-
-
-class Kind(enum.IntEnum):
-    """The types that a metadata value may have. Values of two kinds are never equal or ordered; stored as integers."""
-
-    BOOL = 0
-    NUMBER = 1
-    TEXT = 2
-
-
-def kind_of(value: Any) -> Kind:
-    """Return the kind of a metadata value."""
-    if isinstance(value, bool):  # first: to Python, True is an int
-        return Kind.BOOL
-    return Kind.TEXT if isinstance(value, str) else Kind.NUMBER
 
 
 @dataclass(frozen=True)
@@ -118,30 +100,10 @@ class PreparedFilter(Filter):
     key: tuple[int, str]
 
 
-def check_metadata(metadata: Any) -> dict[str, Any]:
-    """Return ``metadata`` as a dict; :class:`UsageError` unless it is an object with few short keys, finite scalars."""
-    if not isinstance(metadata, Mapping):
-        raise UsageError(f"metadata is a JSON object, not {quoted(metadata)}")
-    if len(metadata) > MAX_ENTRIES:
-        raise UsageError(f"metadata of {len(metadata)} entries; at most {MAX_ENTRIES} are taken")
-    for key, value in metadata.items():
-        _check_key(key)
-        _check_scalar(key, value)
-    return dict(metadata)
-
-
-def is_storable(text: str) -> bool:
-    """Return True if databases can hold ``text``: JSON may carry NUL, and half a surrogate pair, which is not UTF-8."""
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
-
-
 def _parse_key(key: Any, test: Any) -> list[Condition]:
-    _check_key(key)
+    check_key(key)
     if not isinstance(test, dict):
-        _check_scalar(key, test)
+        check_scalar(key, test)
         return [Condition(key, "eq", test)]
     if not test:
         raise UsageError(f"the filter on {quoted(key)} is empty; give one of {', '.join(OPERATORS)}")
@@ -155,31 +117,13 @@ def _parse_condition(key: str, operator: Any, value: Any) -> Condition:
         if not isinstance(value, list) or len(value) > MAX_IN_VALUES:
             raise UsageError(f'"in" of the filter on {quoted(key)} takes a list of at most {MAX_IN_VALUES} values')
         for member in value:
-            _check_scalar(key, member)
+            check_scalar(key, member)
         return Condition(key, operator, tuple(value))
     if operator == "exists":
         if not isinstance(value, bool):
             raise UsageError(f'"exists" of the filter on {quoted(key)} is true or false, not {quoted(value)}')
         return Condition(key, operator, value)
-    _check_scalar(key, value)
+    check_scalar(key, value)
     if operator in COMPARISONS and isinstance(value, bool):
         raise UsageError(f'"{operator}" of the filter on {quoted(key)} takes a number or a string, not {quoted(value)}')
     return Condition(key, operator, value)
-
-
-def _check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key) <= MAX_CHARACTERS or not is_storable(key):
-        raise UsageError(f"a metadata key is a string of 1 to {MAX_CHARACTERS} characters, not {quoted(key)}")
-
-
-def _check_scalar(key: str, value: Any) -> None:
-    if isinstance(value, str) and len(value) <= MAX_CHARACTERS and is_storable(value):
-        return
-    if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
-        return
-    if isinstance(value, float) and math.isfinite(value):
-        return
-    raise UsageError(
-        f"{quoted(key)} is {quoted(value)}; it takes a string of at most {MAX_CHARACTERS} characters, "
-        "a finite number (integers of 64 bits), true or false"
-    )

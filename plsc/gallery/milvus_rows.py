@@ -113,7 +113,7 @@ class MilvusRows(Rows):
             return self._server.search(self.entry.faces, query[None], count, others)[0]
 
         visible = self.entry.visible_faces(*conditions)
-        candidates = self._server.search(self.entry.faces, queries, num_candidates(k, limit=MAX_ROWS), visible)
+        candidates = self._server.search(self.entry.faces, queries, num_candidates(k, MAX_ROWS), visible)
         fetches = [partial(fetch, query, first) for query, first in zip(queries, candidates, strict=True)]
         return [group_by_person(one, k, threshold, limit=MAX_ROWS) for one in fetches]
 

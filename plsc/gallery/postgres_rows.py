@@ -12,10 +12,10 @@ import numpy as np
 
 from plsc.errors import ConflictError, IntegrityError
 from plsc.gallery import validation
-from plsc.gallery.filters import COMPARISONS, Condition, Filter, Kind, kind_of
+from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.person_search import Fetch, Neighbours
 from plsc.gallery.store import Rows
-from plsc.gallery.validation import ValidPerson, now
+from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Person, StoredAnswer
 
 SCHEMA = """
@@ -163,20 +163,9 @@ class PostgresRows(Rows):
         made = validation.number_persons(persons, self._take_ids(len(persons), count))
         with self._connection.cursor() as cursor:
             cursor.executemany(
-                "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) "
-                "VALUES (%s, %s, %s, %s::jsonb, %s, %s, %s)",
-                [
-                    (
-                        self.key,
-                        one.id,
-                        one.name,
-                        _metadata_json(one.metadata),
-                        one.created,
-                        one.external_id,
-                        one.expires,
-                    )
-                    for one in made
-                ],
+                "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) VALUES "
+                "(%(key)s, %(id)s, %(name)s, %(metadata)s::jsonb, %(created)s, %(external_id)s, %(expires)s)",
+                [self._row(person) for person in made],
             )
         self._copy_faces(
             (face, person.id, vector)
@@ -195,17 +184,9 @@ class PostgresRows(Rows):
     def update(self, former: Person, changed: Person) -> None:
         """Store name, metadata, external id, expiry and revision of ``changed``."""
         self._connection.execute(
-            "UPDATE plsc_persons SET name = %s, metadata = %s::jsonb, external_id = %s, expires = %s, revision = %s "
-            "WHERE collection = %s AND id = %s",
-            [
-                changed.name,
-                _metadata_json(changed.metadata),
-                changed.external_id,
-                changed.expires,
-                changed.revision,
-                self.key,
-                former.id,
-            ],
+            "UPDATE plsc_persons SET name = %(name)s, metadata = %(metadata)s::jsonb, external_id = %(external_id)s, "
+            "expires = %(expires)s, revision = %(revision)s WHERE collection = %(key)s AND id = %(id)s",
+            self._row(changed),
         )
 
     def delete(self, person: Person) -> None:
@@ -218,6 +199,9 @@ class PostgresRows(Rows):
         text = "DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])"
         self._connection.execute(text, [self.key, list(faces)])
         self._take_ids(0, -len(faces))
+
+    def _row(self, person: Person) -> dict[str, Any]:
+        return {**vars(person), "key": self.key, "metadata": _metadata_json(person.metadata)}
 
     def _take_ids(self, persons: int, faces: int) -> int:
         """Count rows to be inserted, or that were deleted; returns the first of as many new ids."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError
+from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
 from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
@@ -329,7 +329,8 @@ class Store(ABC):
         self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Return up to ``limit`` persons with ids above ``after`` that match ``filter``, by ascending id."""
-        validation.check_page(after, limit, filter)
+        validation.check_page(after, limit)
+        _check_filter(filter)
         with self._reading(collection) as rows:
             return rows.page(min(max(int(after), 0), MAX_ID), min(int(limit), MAX_ID), filter)
 
@@ -406,7 +407,8 @@ class Store(ABC):
         Matches are sorted best first. A person appears once, with the best face. ``filter`` is applied before
         ranking, so k persons are returned whenever k match it. Fewer than k qualifying persons are all returned.
         """
-        validation.check_search(k, threshold, filter)
+        validation.check_search(k, threshold)
+        _check_filter(filter)
         return self._search(collection, queries, int(k), float(threshold), filter)
 
     def prepare_filter(self, collection: str, filter: Filter) -> Filter:
@@ -479,6 +481,11 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish running work and release the store."""
+
+
+def _check_filter(filter: Filter | None) -> None:
+    if filter is not None and not isinstance(filter, Filter):
+        raise UsageError(f"a filter is made by Filter.parse, and not a {type(filter).__name__}")
 
 
 def _comparable(contract_id: str, check: Callable[[int], _T]) -> Callable[[Collection], _T]:

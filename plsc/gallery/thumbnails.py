@@ -120,22 +120,13 @@ class ThumbnailStore:
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
         """Delete a person with all faces and thumbnails."""
         with self._lock:
-            if self._folder is not None:
-                former = self._store.person(collection, person)
-                if precondition is not None:
-                    precondition.check(former)
-                _remove(self._paths(collection, person, former.faces))
+            self._remove(collection, person, precondition, lambda _: True)
             self._store.delete_person(collection, person, precondition=precondition)
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete a face and its thumbnail."""
         with self._lock:
-            if self._folder is not None:
-                owner = self._store.person(collection, person)
-                if face in owner.faces:
-                    if precondition is not None:
-                        precondition.check(owner)
-                    _remove(self._paths(collection, person, [face]))
+            self._remove(collection, person, precondition, lambda other: other == face)
             self._store.delete_face(collection, person, face, precondition=precondition)
 
     def delete_expired(self, deleted: Callable[[str, Sequence[int]], None] = lambda *_: None) -> bool:
@@ -186,6 +177,18 @@ class ThumbnailStore:
                     _write_file(path, encode_image(crop))
         except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
             note(f"plsc gallery: a thumbnail was not kept: {error.strerror}")
+
+    def _remove(
+        self, collection: str, person: int, precondition: Precondition | None, is_going: Callable[[int], bool]
+    ) -> None:
+        """Remove the thumbnails of faces that are to be deleted, if the person meets the precondition."""
+        if self._folder is None:
+            return
+        owner = self._store.person(collection, person)
+        going = [face for face in owner.faces if is_going(face)]
+        if going and precondition is not None:
+            precondition.check(owner)
+        _remove(self._paths(collection, person, going))
 
     def _sweep(self, root: Path, collection: str) -> None:
         """Remove files of faces that the store does not hold, and folders of collections that it does not hold."""

@@ -327,24 +327,23 @@ def _copy_files(folder: Path, index: int) -> tuple[Path, Path]:
 
 
 def _write_collection(folder: Path, index: int, info: Collection, rows: PersonRows) -> dict[str, object]:
-    """Write one collection. How many faces it has is known at the end, so the header of the vectors comes last."""
+    """Write one collection. How many faces it has is known at the end, and the header of the vectors is replaced."""
     lines, vectors_path = _copy_files(folder, index)
     persons = faces = 0
-    raw = vectors_path.with_suffix(".raw")
-    with lines.open("w", encoding="utf-8") as text, raw.open("wb") as numbers:
+    with lines.open("w", encoding="utf-8") as text, vectors_path.open("wb") as numbers:
+        _write_header(numbers, (0, info.dim))
         for person, vectors in rows:
             text.write(json.dumps(asdict(person), allow_nan=False) + "\n")
             numbers.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
             persons, faces = persons + 1, faces + len(vectors)
-    _add_header(raw, vectors_path, (faces, info.dim))
+        numbers.seek(0)
+        _write_header(numbers, (faces, info.dim))
     return {**asdict(info), "persons": persons, "faces": faces}
 
 
-def _add_header(raw: Path, path: Path, shape: tuple[int, int]) -> None:
-    with raw.open("rb") as source, path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-        shutil.copyfileobj(source, file, 1 << 20)
-    raw.unlink()
+def _write_header(file: BinaryIO, shape: tuple[int, int]) -> None:
+    """Write the header of an array of float32; numpy makes it as long for any number of rows."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
 
 def _read_collection(folder: Path, index: int, info: Collection) -> Iterator[tuple[Person, Float32]]:

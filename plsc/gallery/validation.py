@@ -1,9 +1,10 @@
 """Validation of names, vectors, metadata and searches, which every store applies before it touches a row."""
 
+import enum
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
-from plsc.gallery.filters import Filter, check_metadata, is_storable
 from plsc.gallery.values import KEEP, Collection, Float32, NewPerson, Person
 from plsc.index.rows import unit_vectors
 
@@ -21,6 +21,8 @@ MAX_DIM = 16_384
 MAX_ID = 2**63 - 1
 MAX_NAME = 1024  # characters of a person's name
 MAX_EXTERNAL_ID = 128  # characters
+MAX_ENTRIES = 64  # of a metadata object
+MAX_CHARACTERS = 1024  # of a metadata key or a string value
 COLLECTION_NAME = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
 COLLECTION_NAME_RULE = "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most"
 _COLLECTION = re.compile(COLLECTION_NAME)
@@ -36,6 +38,21 @@ class ValidPerson:
     metadata: dict[str, Any]
     external_id: str | None = None
     expires: str | None = None
+
+
+class Kind(enum.IntEnum):
+    """The types that a metadata value may have. Values of two kinds are never equal or ordered; stored as integers."""
+
+    BOOL = 0
+    NUMBER = 1
+    TEXT = 2
+
+
+def kind_of(value: Any) -> Kind:
+    """Return the kind of a metadata value."""
+    if isinstance(value, bool):  # first: to Python, True is an int
+        return Kind.BOOL
+    return Kind.TEXT if isinstance(value, str) else Kind.NUMBER
 
 
 def now(later: timedelta = timedelta()) -> str:
@@ -54,7 +71,7 @@ def check_collection(name: str, dim: int, contract_id: str) -> None:
         raise UsageError(f"no collection can be named {quoted(name)}: {COLLECTION_NAME_RULE}")
     if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
         raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
-    if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):
+    if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not _is_storable(contract_id):
         raise UsageError(f"a contract id is a string of 1 to 256 characters, not {ascii(contract_id)[:80]}")
 
 
@@ -85,9 +102,49 @@ def check_contract(collection: Collection, contract_id: str) -> None:
 
 def check_name(name: Any) -> str | None:
     """Return a person's name; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
-    if name is None or (isinstance(name, str) and len(name) <= MAX_NAME and is_storable(name)):
+    if name is None or (isinstance(name, str) and len(name) <= MAX_NAME and _is_storable(name)):
         return name
     raise UsageError(f"a person's name is a string of at most {MAX_NAME} characters, not {quoted(name)}")
+
+
+def check_metadata(metadata: Any) -> dict[str, Any]:
+    """Return ``metadata`` as a dict; :class:`UsageError` unless it is an object with few short keys, finite scalars."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata is a JSON object, not {quoted(metadata)}")
+    if len(metadata) > MAX_ENTRIES:
+        raise UsageError(f"metadata of {len(metadata)} entries; at most {MAX_ENTRIES} are taken")
+    for key, value in metadata.items():
+        check_key(key)
+        check_scalar(key, value)
+    return dict(metadata)
+
+
+def check_key(key: Any) -> None:
+    """Raise :class:`UsageError` unless ``key`` may be one of metadata."""
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_CHARACTERS or not _is_storable(key):
+        raise UsageError(f"a metadata key is a string of 1 to {MAX_CHARACTERS} characters, not {quoted(key)}")
+
+
+def check_scalar(key: str, value: Any) -> None:
+    """Raise :class:`UsageError` unless ``value`` may stand under ``key``, in metadata or in a filter."""
+    if isinstance(value, str) and len(value) <= MAX_CHARACTERS and _is_storable(value):
+        return
+    if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return
+    if isinstance(value, float) and math.isfinite(value):
+        return
+    raise UsageError(
+        f"{quoted(key)} is {quoted(value)}; it takes a string of at most {MAX_CHARACTERS} characters, "
+        "a finite number (integers of 64 bits), true or false"
+    )
+
+
+def _is_storable(text: str) -> bool:
+    """Return True if databases can hold ``text``: JSON may carry NUL, and half a surrogate pair, which is not UTF-8."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def check_external_id(external_id: Any) -> str:
@@ -188,32 +245,25 @@ def same_content(one: Person, other: Person) -> bool:
     return first == second
 
 
-def check_search(k: int, threshold: float, filter: Filter | None) -> None:
-    """Raise :class:`UsageError` unless ``k`` is an integer >= 1, ``threshold`` a number and ``filter`` a filter."""
+def check_search(k: int, threshold: float) -> None:
+    """Raise :class:`UsageError` unless ``k`` is an integer >= 1 and ``threshold`` a number."""
     if not _is_integer(k) or k < 1:
         raise UsageError(f"k is {ascii(k)[:80]}; at least one match must be asked for")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.number) or math.isnan(threshold):
         raise UsageError(f"the threshold is {ascii(threshold)[:80]}; it is a cosine from -1 to 1")
-    _check_filter(filter)
 
 
-def check_page(after: int, limit: int, filter: Filter | None) -> None:
-    """Raise :class:`UsageError` unless ``after`` and ``limit`` are integers, ``limit`` >= 1, ``filter`` a filter."""
+def check_page(after: int, limit: int) -> None:
+    """Raise :class:`UsageError` unless ``after`` and ``limit`` are integers, ``limit`` >= 1."""
     if not _is_integer(limit) or limit < 1:
         raise UsageError(f"limit is {ascii(limit)[:80]}; at least one person must be asked for")
     if not _is_integer(after):
         raise UsageError(f"after is {ascii(after)[:80]}; it is the id of a person, or 0")
-    _check_filter(filter)
 
 
 def is_id(value: Any) -> bool:
     """Return True if ``value`` could be the id of a person or a face."""
     return _is_integer(value) and 0 < value <= MAX_ID
-
-
-def _check_filter(filter: Filter | None) -> None:
-    if filter is not None and not isinstance(filter, Filter):
-        raise UsageError(f"a filter is made by Filter.parse, and not a {type(filter).__name__}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -4,8 +4,9 @@ import json
 import sys
 from typing import Any
 
-from plsc.gallery.filters import Condition, Filter, Kind, kind_of
+from plsc.gallery.filters import Condition, Filter
 from plsc.gallery.store import Store
+from plsc.gallery.validation import Kind, kind_of
 
 # Of any filter, for who may not list persons: the names of fields tell what is kept of them.
 UNEXPLAINED = "no match has what the filter asks for; a token with the role read is told which fields nobody has"

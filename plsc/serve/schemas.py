@@ -25,14 +25,18 @@ from pydantic_core import PydanticCustomError
 from plsc.errors import UsageError, quoted
 from plsc.gallery.filters import (
     COMPARISONS,
-    MAX_CHARACTERS,
     MAX_CONDITIONS,
-    MAX_ENTRIES,
     MAX_IN_VALUES,
     Filter,
+)
+from plsc.gallery.validation import (
+    MAX_CHARACTERS,
+    MAX_ENTRIES,
+    MAX_EXTERNAL_ID,
+    check_expires,
+    check_external_id,
     check_metadata,
 )
-from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
 from plsc.gallery.values import Person
 from plsc.serve.errors import FORM, ApiError, KnownPerson
 

@@ -1,6 +1,6 @@
 """Copies in plain files: written whole or not at all, hashed, and enrolled into any store."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 
 from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.transfer import copy_into, read_copy, write_copy
+from plsc.gallery.transfer import copy_into, export_set, import_set, read_copy, write_copy
 from plsc.gallery.values import Collection, NewPerson
 
 
@@ -90,16 +90,29 @@ def test_a_copy_that_fails_leaves_nothing(source: SqliteStore, tmp_path: Path, m
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "vectors")
 
-    monkeypatch.setattr("plsc.gallery.transfer._add_header", full)
+    monkeypatch.setattr("plsc.gallery.transfer._write_header", full)
     with pytest.raises(StorageError, match="cannot write vectors: No space left"):
         write_copy(tmp_path / "copy", [(Collection("a", 3, "m", "", 0, 0), [])])
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def from_copy(source: SqliteStore, target: SqliteStore, folder: Path) -> None:
+    copy_into(target, written(source, folder))
+
+
+def from_set(source: SqliteStore, target: SqliteStore, folder: Path) -> None:
+    import_set(target, "people", export_set(source, "people", folder, quiet=True), quiet=True)
+
+
+@pytest.mark.parametrize(("enrol_all", "left"), [(from_copy, ["empty"]), (from_set, [])])
 def test_an_enrolment_that_fails_takes_its_collection_back(
-    source: SqliteStore, target: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: SqliteStore,
+    target: SqliteStore,
+    tmp_path: Path,
+    enrol_all: Callable[[SqliteStore, SqliteStore, Path], None],
+    left: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = written(source, tmp_path / "copy")
     enrol, calls = target.add_persons, []
 
     def failing(*args: object) -> object:
@@ -110,5 +123,5 @@ def test_an_enrolment_that_fails_takes_its_collection_back(
 
     monkeypatch.setattr(target, "add_persons", failing)
     with pytest.raises(StorageError, match="disk is full"):
-        copy_into(target, folder)
-    assert [one.name for one in target.collections()] == ["empty"]
+        enrol_all(source, target, tmp_path / "new")
+    assert [one.name for one in target.collections()] == left

@@ -4,18 +4,17 @@ Each text says whose it is and which of that person's: ``text-PERSON-VERSION-``,
 rows of many lengths, so that SQLite splits pages and moves rows between them. All files are searched for them.
 """
 
-import os
 import random
 import re
 import shutil
 import sqlite3
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stores import faces
+from support.stores import content_of, faces
 from support.waiting import wait_until
 
 from plsc.errors import StorageError
@@ -82,14 +81,9 @@ class People:
 
 
 def texts_in(folder: Path) -> Texts:
-    """The texts in any file of a folder, which may be removed meanwhile."""
-    found: Texts = set()
-    for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
-        for name in names:
-            with suppress(FileNotFoundError):
-                texts = _TEXT.findall((Path(parent) / name).read_bytes())
-                found |= {(int(number), int(version)) for number, version in texts}
-    return found
+    """The texts in any file of a folder."""
+    texts = _TEXT.findall(b"".join(content_of(folder).values()))
+    return {(int(number), int(version)) for number, version in texts}
 
 
 @pytest.fixture(params=["plain", "encrypted"])

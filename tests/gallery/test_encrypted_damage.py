@@ -6,7 +6,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.encrypted_store import Sealed, content_of, faces
+from support.encrypted_store import Sealed, faces
+from support.stores import content_of
 
 from plsc.files import describe_files, read_manifest, write_manifest
 from plsc.gallery.sqlite.backup import FORMAT, VERSION
@@ -38,6 +39,8 @@ OF_A_STORE = (
     ("UPDATE collections SET covered = x'ffff'", "collection 1 is not what was written"),
     ("UPDATE collections SET faces = 'many'", "collection 1 is not what was written"),
 )
+# What the check of a store sees in a snapshot beside it, which it does not decrypt.
+SEEN_BESIDE = (OF_SCHEMA[0][0], OF_ROWS[0][0], OF_ROWS[1][0], OF_ROWS[4][0])
 
 
 def change(path: Path, statements: str) -> None:
@@ -85,17 +88,8 @@ def test_a_crafted_snapshot_is_refused_in_one_line(
     verify_refused(folder, message, ["check", snapshot, *key], capsys)
     verify_refused(folder, message, ["restore", snapshot, "--store", tmp_path / "new", *key], capsys)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("statements", [OF_SCHEMA[0][0], OF_ROWS[0][0], OF_ROWS[1][0], OF_ROWS[4][0]])
-def test_a_store_is_checked_beside_a_crafted_snapshot(
-    sealed: Sealed, key_file: Path, statements: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _ = sealed
-    snapshot = folder / "snapshots" / "one"
-    change(snapshot / "gallery.sqlite", statements)
-    seal(snapshot)
-    verify_refused(folder, "is not what was", ["check", folder, "--encrypt", key_file], capsys)
+    if statements in SEEN_BESIDE:
+        verify_refused(folder, "is not what was", ["check", folder, *key], capsys)
 
 
 def test_a_snapshot_whose_rows_are_an_empty_file_is_no_gallery(

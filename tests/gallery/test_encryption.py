@@ -18,14 +18,15 @@ from support.encrypted_store import (
     SLOT,
     Opened,
     Sealed,
-    content_of,
+    delete_all_faces,
+    delete_person,
     enrol,
     faces,
     names_in,
     slot_content,
     slot_of,
 )
-from support.stores import new_key_file
+from support.stores import content_of, new_key_file
 
 from plsc.errors import IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery.backends import open_store
@@ -80,15 +81,6 @@ def test_a_person_has_one_key_and_nobody_shares_it(tmp_path: Path, key_file: Pat
 
 
 # --- deletion --------------------------------------------------------------------------------------------------------
-
-
-def delete_person(store: SqliteStore, person: Person) -> None:
-    store.delete_person(GALLERY, person.id)
-
-
-def delete_all_faces(store: SqliteStore, person: Person) -> None:
-    for face in person.faces:
-        store.delete_face(GALLERY, person.id, face)
 
 
 def replace(store: SqliteStore, person: Person) -> None:

@@ -19,10 +19,9 @@ from support.encrypted_store import (
     enrol,
     exchange_vectors,
     faces,
-    flip,
     slot_of,
 )
-from support.stores import new_key_file
+from support.stores import flip, new_key_file
 
 from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
 from plsc.gallery.sqlite import keys
@@ -34,48 +33,30 @@ from plsc.gallery.values import NewPerson, Person
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def cut_off(folder: Path, _: Sequence[Person]) -> None:
-    os.truncate(folder / "keys", HEADER + 5 * SLOT + 7)
+def erase_slot(folder: Path, slot: int) -> None:
+    with (folder / "keys").open("r+b") as file:
+        file.seek(HEADER + SLOT * slot)
+        file.write(bytes(SLOT))
 
 
-def flip_slot(folder: Path, made: Sequence[Person]) -> None:
-    flip(folder / "keys", HEADER + SLOT * slot_of(folder, made[4].faces[0]) + 20)
+DAMAGE: dict[str, Callable[[Path, Sequence[Person]], object]] = {
+    "keys is too short: it ends before key": lambda folder, _: os.truncate(folder / "keys", HEADER + 5 * SLOT + 7),
+    r"keys is corrupt: key \d+ is not what was written": lambda folder, made: flip(
+        folder / "keys", HEADER + SLOT * slot_of(folder, made[4].faces[0]) + 20
+    ),
+    "keys is corrupt: its header is not what was written": lambda folder, _: flip(folder / "keys", 20),
+    "keys is missing: without it nobody in this store can be read": lambda folder, _: (folder / "keys").unlink(),
+    r"is older than the file of keys, from which key \d+ was erased since": lambda folder, made: erase_slot(
+        folder, slot_of(folder, made[4].faces[0])
+    ),
+    r"the vector of face \d+ is not what was encrypted": exchange_vectors,
+}
 
 
-def flip_header(folder: Path, _: Sequence[Person]) -> None:
-    flip(folder / "keys", 20)
-
-
-def remove_keys(folder: Path, _: Sequence[Person]) -> None:
-    (folder / "keys").unlink()
-
-
-def erase_slot(folder: Path, made: Sequence[Person]) -> None:
-    content = bytearray((folder / "keys").read_bytes())
-    start = HEADER + SLOT * slot_of(folder, made[4].faces[0])
-    content[start : start + SLOT] = bytes(SLOT)
-    (folder / "keys").write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (cut_off, "keys is too short: it ends before key"),
-        (flip_slot, r"keys is corrupt: key \d+ is not what was written"),
-        (flip_header, "keys is corrupt: its header is not what was written"),
-        (remove_keys, "keys is missing: without it nobody in this store can be read"),
-        (erase_slot, r"is older than the file of keys, from which key \d+ was erased since"),
-        (exchange_vectors, r"the vector of face \d+ is not what was encrypted"),
-    ],
-)
-def test_damage_is_named(
-    sealed: Sealed,
-    key_file: Path,
-    damage: Callable[[Path, Sequence[Person]], None],
-    message: str,
-) -> None:
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damage_is_named(sealed: Sealed, key_file: Path, message: str) -> None:
     folder, made = sealed
-    damage(folder, made)
+    DAMAGE[message](folder, made)
     with pytest.raises(IntegrityError, match=message) as caught:
         SqliteStore(folder, key_file=key_file)
     assert "\n" not in str(caught.value)

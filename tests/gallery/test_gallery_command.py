@@ -155,14 +155,3 @@ def test_a_wrong_request_gets_one_line(
     assert message.startswith("plsc gallery: error:")
     assert message.count("\n") == 0
     assert not (tmp_path / "new").exists()
-
-
-def test_a_damaged_store_gets_one_line(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gallery("import", tmp_path / "store", "people", people) == 0
-    capsys.readouterr()
-    with (tmp_path / "store" / "gallery.sqlite").open("r+b") as file:
-        file.write(b"not what was there")
-    assert gallery("check", tmp_path / "store") == 1
-    message = capsys.readouterr().err
-    assert "gallery.sqlite is corrupt" in message
-    assert message.count("\n") == 1

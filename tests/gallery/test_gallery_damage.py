@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.encrypted_store import DIM, GALLERY, MODEL, faces
+from support.stores import flip
 from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, PlscError, StorageError
@@ -42,14 +43,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(sound: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(sound, tmp_path / "store")
-
-
-def flip(path: Path, byte: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(byte)
-        (found,) = file.read(1)
-        file.seek(byte)
-        file.write(bytes([found ^ 1 << bit]))
 
 
 def verify_found(store: SqliteStore) -> None:

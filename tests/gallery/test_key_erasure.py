@@ -8,7 +8,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from support.encrypted_store import GALLERY, HEADER, MODEL, SLOT, Opened, Sealed, enrol, faces, slot_content, slot_of
+from support.encrypted_store import (
+    GALLERY,
+    HEADER,
+    MODEL,
+    SLOT,
+    Opened,
+    Sealed,
+    delete_all_faces,
+    delete_person,
+    enrol,
+    faces,
+    slot_content,
+    slot_of,
+)
 from support.waiting import wait_until
 
 from plsc.errors import StorageError
@@ -39,15 +52,6 @@ class Disk:
         (target / "keys").write_bytes(self.content)
         store.close()
         return target
-
-
-def delete_person(store: SqliteStore, person: Person) -> None:
-    store.delete_person(GALLERY, person.id)
-
-
-def delete_all_faces(store: SqliteStore, person: Person) -> None:
-    for face in person.faces:
-        store.delete_face(GALLERY, person.id, face)
 
 
 def delete_collection(store: SqliteStore, person: Person) -> None:

@@ -17,7 +17,7 @@ import pytest
 from plsc.errors import DataError, IntegrityError
 from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
-from plsc.gallery.sqlite.schema import SCHEMA_1, VERSION, statements
+from plsc.gallery.sqlite.schema import VERSION
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import NewPerson
 from plsc.tools.entry import main
@@ -43,12 +43,6 @@ def version_of(store: Path) -> int:
         return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def test_the_fixtures_are_of_version_1(former: Path) -> None:
-    assert version_of(former) == 1
-    with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
-        assert sorted(statements(connection)) == sorted(SCHEMA_1)
-
-
 def test_a_former_store_opens_and_works(former: Path) -> None:
     store = SqliteStore(former)
     figures = store.check()
@@ -71,16 +65,6 @@ def test_a_former_store_opens_and_works(former: Path) -> None:
     again.compact()
     assert again.check()["forgotten"] == 0
     again.close()
-
-
-def test_a_migrated_store_has_the_schema_of_a_new_one(former: Path, tmp_path: Path) -> None:
-    for folder in (former, tmp_path / "new"):
-        SqliteStore(folder).close()
-    texts = []
-    for folder in (former, tmp_path / "new"):
-        with closing(sqlite3.connect(folder / "gallery.sqlite")) as connection:
-            texts.append(sorted(statements(connection)))
-    assert texts[0] == texts[1]
 
 
 def test_a_former_snapshot_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

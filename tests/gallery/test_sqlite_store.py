@@ -1,6 +1,5 @@
 """The folder store alone: segments, compaction, erased vectors, snapshots, latency."""
 
-import itertools
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -10,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.encrypted_store import DIM, GALLERY, MODEL, faces
+from support.stores import dump, files_with
 from support.waiting import wait_until
 
-from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import ConflictError, DataError, UsageError
+from plsc.errors import ConflictError, UsageError
 from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite import compaction, unfinished
@@ -52,8 +51,7 @@ def files_holding(folder: Path, needles: list[bytes]) -> list[str]:
     """The files below ``folder`` that hold one of (a hundred of) ``needles``, or part of it, or it in bfloat16."""
     some = needles[:: 1 + len(needles) // 100]
     parts = [part for needle in some for part in (needle[:24], needle[-24:], bfloat16(needle))]
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path.name for path in files if any(part in path.read_bytes() for part in parts)]
+    return files_with(folder, *parts)
 
 
 # --- forgetting ------------------------------------------------------------------------------------------------------
@@ -259,20 +257,13 @@ def test_answers_are_forgotten_behind_a_write_under_way(tmp_path: Path) -> None:
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-def content(store: SqliteStore) -> dict[str, Any]:
-    return {
-        about.name: (about, [(one, stored_bytes(store, one)) for one in store.persons(about.name, limit=10**6)])
-        for about in store.collections()
-    }
-
-
 def test_a_snapshot_becomes_the_same_store_which_gives_no_id_twice(tmp_path: Path) -> None:
     store = open_people(tmp_path / "store")
     made = enrol(store, faces(40), city="Bern")
     store.compact()
     store.delete_person(GALLERY, made[3].id)
     store.snapshot(tmp_path / "copies" / "one")
-    expected = content(store)
+    expected = dump(store)
     later = enrol(store, faces(3, 9))
     with pytest.raises(ConflictError):
         store.snapshot(tmp_path / "copies" / "one")
@@ -280,7 +271,7 @@ def test_a_snapshot_becomes_the_same_store_which_gives_no_id_twice(tmp_path: Pat
     result = restore(tmp_path / "copies" / "one", tmp_path / "new")
     assert [(one["name"], one["faces"]) for one in result["collections"]] == [(GALLERY, 39)]
     again = SqliteStore(tmp_path / "new")
-    assert content(again) == expected
+    assert dump(again) == expected
     again.check()
     (new,) = enrol(again, faces(1))
     assert new.id > IDS_SKIPPED
@@ -373,24 +364,6 @@ def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_embedding_set(tmp_path / "set", faces(10), contract_id=MODEL)
-    monkeypatch.setattr("plsc.gallery.transfer._IMPORT_BATCH_FACES", 4)
-    store = SqliteStore(tmp_path / "store")
-    add, calls = store.add_persons, itertools.count()
-
-    def fail_later(*arguments: Any) -> list[Person]:
-        if next(calls) == 2:
-            raise DataError("enough")
-        return add(*arguments)
-
-    monkeypatch.setattr(store, "add_persons", fail_later)
-    with pytest.raises(DataError, match="enough"):
-        import_set(store, GALLERY, EmbeddingSet(tmp_path / "set"), quiet=True)
-    assert store.collections() == []
-    store.close()
-
-
 # --- latency ---------------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +371,7 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
 def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.sqlite.collection_state._RECALL_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RECALL_INTERVAL_SECONDS", 0.02)
     generator = np.random.default_rng(0)
     centres = generator.standard_normal((1000, DIM))
     store = open_people(tmp_path / "store", latency_ms=1e-6)  # which nothing meets: the fastest is taken
@@ -428,12 +401,12 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
             np.tile(np.arange(k), (len(asked), 1)),
         ),
     )
-    for _ in range(600):
+
+    def is_noticed() -> bool:  # the recall is watched on what is asked
         store.search(GALLERY, queries, k=3)
-        if store.statistics()[GALLERY]["recall"] < 0.5:
-            break
-        threading.Event().wait(0.02)
-    assert store.statistics()[GALLERY]["recall"] < 0.5, "the recall is watched on what is asked"
+        return store.statistics()[GALLERY]["recall"] < 0.5
+
+    wait_until(is_noticed)
     monkeypatch.undo()
     store.delete_person(GALLERY, made[0].id)
     assert store.search(GALLERY, queries[:1], k=1)[0][0].person != made[0].id

@@ -158,25 +158,13 @@ def test_metadata_come_back_as_given(kit: Kit, store: Store) -> None:
             assert {match.person for match in store.search(GALLERY, faces(1), filter=fits)[0]} == {one.id, two.id}
 
 
-@pytest.mark.slow
-def test_pages_cover_everyone_once_in_order(store: Store) -> None:
-    made = enrol(store, 40)
-    for index in (0, 3, 4, 39):
-        store.delete_person(GALLERY, made[index].id)
-    left = [one for index, one in enumerate(made) if index not in (0, 3, 4, 39)]
-    for limit in (1, 5, 36, 100, 10**9):
-        pages, after = list[Person](), 0
-        while page := store.persons(GALLERY, after=after, limit=limit):
-            assert len(page) <= limit
-            assert page[0].id > after
-            pages += page
-            after = page[-1].id
-        assert pages == left
-    assert store.persons(GALLERY, after=made[3].id, limit=2) == left[2:4]
-    assert store.persons(GALLERY, after=-5, limit=1) == left[:1]
+def test_pages_begin_and_end_anywhere(store: Store) -> None:
+    made = enrol(store, 101)
+    assert store.persons(GALLERY, limit=10**9) == made
+    assert store.persons(GALLERY) == made[:100]
+    assert store.persons(GALLERY, after=-5, limit=1) == made[:1]
     assert store.persons(GALLERY, after=2**63 - 1) == []
-    few = Filter.parse({"n": {"in": [1, 20, 38]}})
+    store.delete_person(GALLERY, made[4].id)
+    few = Filter.parse({"n": {"in": [1, 4, 20, 38]}})
     assert [one.metadata["n"] for one in store.persons(GALLERY, limit=2, filter=few)] == [1, 20]
     assert [one.metadata["n"] for one in store.persons(GALLERY, after=made[20].id, limit=2, filter=few)] == [38]
-    enrol(store, 100)
-    assert len(store.persons(GALLERY)) == 100

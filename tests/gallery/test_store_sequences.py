@@ -2,8 +2,6 @@
 
 import copy
 import random
-import re
-import string
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -346,13 +344,3 @@ def test_upkeep(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ConflictError):
         store.snapshot(tmp_path / "empty")
     assert dump(store) == before
-
-
-def test_the_suite_covers_the_protocol() -> None:
-    """Every method of the protocol is called in these files (close is, by the kits)."""
-    parts = sorted(Path(__file__).parent.glob("test_store_*.py"))
-    source = "".join(part.read_text(encoding="utf-8") for part in parts)
-    methods = {name for name, value in vars(Store).items() if name[0] in string.ascii_lowercase and callable(value)}
-    assert len(methods) == 29
-    for name in methods - {"close", "prepare_filter"}:  # which the kits and agree() call
-        assert re.search(rf"store\.{name}\b", source), name

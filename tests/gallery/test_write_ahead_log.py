@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.stores import flip
 
 from plsc.errors import IntegrityError
 from plsc.gallery.sqlite.store import SqliteStore
@@ -41,12 +42,6 @@ def names(folder: Path) -> list[str | None]:
         store.close()
 
 
-def flip(path: Path, byte: int, bit: int = 3) -> None:
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 1 << bit
-    path.write_bytes(content)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("within", [0, 5, 11, 18, 24, 24 + 9000, FRAME - 1])
 def test_a_bit_flipped_in_the_log_is_named_and_the_log_kept(
@@ -56,18 +51,18 @@ def test_a_bit_flipped_in_the_log_is_named_and_the_log_kept(
     folder = shutil.copytree(sound, tmp_path / "damaged")
     log = folder / "gallery.sqlite-wal"
     for frame in range(ends[0], ends[3]):
-        flip(log, 32 + frame * FRAME + within)
+        flip(log, 32 + frame * FRAME + within, bit=3)
         for _ in range(2):  # the second opening is told the same
             with pytest.raises(IntegrityError, match=rf"gallery\.sqlite-wal is corrupt: frame {frame + 1} .*lost"):
                 SqliteStore(folder)
-        flip(log, 32 + frame * FRAME + within)
+        flip(log, 32 + frame * FRAME + within, bit=3)
     assert names(folder) == [f"person {number}" for number in range(5)]
 
 
 @pytest.mark.parametrize("byte", [0, 3, 6, 10, 14, 17, 22, 25, 31])
 def test_a_bit_flipped_in_the_logs_header_is_named(killed: tuple[Path, list[int]], tmp_path: Path, byte: int) -> None:
     folder = shutil.copytree(killed[0], tmp_path / "damaged")
-    flip(folder / "gallery.sqlite-wal", byte)
+    flip(folder / "gallery.sqlite-wal", byte, bit=3)
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite-wal is corrupt: its header"):
         SqliteStore(folder)
 
@@ -84,7 +79,7 @@ def test_a_log_that_ends_anywhere_opens_with_what_was_whole(killed: tuple[Path, 
         if cut >= 32 + ends[3] * FRAME:
             assert names(folder) == [f"person {number}" for number in range(5 if cut == len(whole) else 4)]
     torn = shutil.copytree(sound, tmp_path / "torn")
-    flip(torn / "gallery.sqlite-wal", 32 + ends[3] * FRAME + 100)
+    flip(torn / "gallery.sqlite-wal", 32 + ends[3] * FRAME + 100, bit=3)
     assert names(torn) == [f"person {number}" for number in range(4)]
 
 

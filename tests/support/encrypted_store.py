@@ -29,8 +29,13 @@ def enrol(store: SqliteStore, count: int, seed: int = 0) -> list[Person]:
     return store.add_persons(GALLERY, new, MODEL)
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def delete_person(store: SqliteStore, person: Person) -> None:
+    store.delete_person(GALLERY, person.id)
+
+
+def delete_all_faces(store: SqliteStore, person: Person) -> None:
+    for face in person.faces:
+        store.delete_face(GALLERY, person.id, face)
 
 
 def slot_of(folder: Path, face: int) -> int:
@@ -45,12 +50,6 @@ def slot_content(folder: Path, slot: int) -> bytes:
 
 def names_in(store: SqliteStore) -> list[str | None]:
     return [person.name for person in store.persons(GALLERY, limit=1000)]
-
-
-def flip(path: Path, byte: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 1
-    path.write_bytes(content)
 
 
 def exchange_vectors(folder: Path, made: Sequence[Person]) -> None:

@@ -88,6 +88,30 @@ def dump(store: Store) -> dict[str, Any]:
     }
 
 
+def content_of(folder: Path) -> dict[str, bytes]:
+    """What is in the files below ``folder``, which may be removed meanwhile."""
+    found = {}
+    for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
+        for path in (Path(parent) / name for name in names):
+            with suppress(FileNotFoundError):
+                found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def files_with(folder: Path, *needles: bytes) -> list[str]:
+    """The names of the files below ``folder`` that hold one of ``needles``."""
+    return [Path(name).name for name, content in content_of(folder).items() if any(one in content for one in needles)]
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    """Flip a bit of a file."""
+    with path.open("r+b") as file:  # in place: it may be mapped
+        file.seek(byte)
+        (found,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([found ^ 1 << bit]))
+
+
 def twin(store: Store) -> Model:
     """A model that holds what ``store`` holds."""
     model = Model()

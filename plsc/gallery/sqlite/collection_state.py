@@ -1,38 +1,248 @@
-"""A collection in memory: the view that searches read, its cached persons, and the search for a faster index.
+"""A collection in memory: its growing segment, the view of both segments that searches read, its cached persons.
 
 SQLite is the truth; this is what answers. Searches take ``state.view`` once, without a lock, and use that immutable
 object to the end. A writer prepares a new view after its commit and publishes it by assigning the attribute, which
 readers see whole or not at all.
 """
 
-import atexit
-import contextlib
-import math
-import queue
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from plsc.errors import PlscError, UsageError
 from plsc.gallery.sqlite.records import Faces, StoredCollection
-from plsc.gallery.sqlite.segments import GrowingSegment, SealedSegment, SegmentView
+from plsc.gallery.sqlite.segments import SealedSegment, max_count
 from plsc.gallery.validation import is_expired
-from plsc.gallery.values import Collection, PersonSummary
+from plsc.gallery.values import Collection, Float32, Match, PersonSummary
 from plsc.index.ann import ApproximateSearch
-from plsc.index.rows import Int64
-from plsc.index.tuning import PlanningStopped, plan_search
-from plsc.progress import note
+from plsc.index.rows import Int64, Mask, RowSource, rank
 
 MIN_CHANGES = 4096  # rows added or deleted before compaction is considered: fewer cost a search next to nothing
 COMPACTION_DIVISOR = 8  # compact when an eighth of the sealed segment was added or deleted
-MIN_ANN_ROWS = 1000  # a smaller segment is searched exactly in no time
 PERSON_CACHE_BYTES = 16 << 20  # per collection
-_RECALL_INTERVAL_SECONDS = 5.0
 _ENTRY_BYTES = 500  # of a cache entry, about
 _METADATA_BYTES = 150  # of a metadata entry besides its text
+_INITIAL_ROWS = 64  # of a growing segment
+_BATCH_ROWS = 4096  # copied at once
+_SCORES_IN_MEMORY = 1 << 22  # of a scan of the growing segment
+_FLOAT32_ERROR = 2.0**-23  # twice the unit roundoff, per addition
+_MAX_CACHED_FILTERS = 8
+_GROWTH = 4  # of the number of faces asked for, if too few persons were among them
+
+
+class GrowingSegment:
+    """Faces newer than the sealed segment, in arrays that double when they are full.
+
+    Rows are appended and never modified, so a reader that holds :attr:`rows` of an earlier moment may go on reading it
+    without a lock: appending writes behind its end, and growing leaves it the former arrays. One thread appends at a
+    time. Memory that was allocated and not yet written is not resident.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._length, self._room = 0, Faces.empty(0, dim)
+
+    def reserve(self, count: int) -> None:
+        """Allocate room for ``count`` more rows: appending them cannot fail then."""
+        needed, capacity = self._length + count, len(self._room.ids)
+        if needed > capacity:
+            former, dim = self.rows, self._room.vectors.shape[1]
+            self._room = Faces.empty(max(needed, 2 * capacity, _INITIAL_ROWS), dim)
+            self._room.put(0, former)
+
+    def append(self, batch: Faces) -> None:
+        """Append rows, whose ids are larger than all before."""
+        self.reserve(len(batch.ids))
+        self._room.put(self._length, batch)
+        self._length += len(batch.ids)
+
+    @property
+    def rows(self) -> Faces:
+        """All rows so far; later ones do not appear in it."""
+        return self._room.take(slice(self._length))
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Masks of the rows that a search may return, of the sealed segment (N,) and of the growing one; None: all."""
+
+    sealed: Mask | None
+    growing: Mask | None
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentView:
+    """The faces that one search sees; immutable except for a cache of masks.
+
+    Attributes:
+        sealed: the sealed segment; None: the collection has none.
+        alive: (N,) mask of the sealed rows that are not deleted; None: all.
+        growing: the faces added since the sealed segment.
+        growing_deleted: row numbers in ``growing`` that were deleted, ascending.
+        masks: rows that recent filters match, by filter.
+    """
+
+    sealed: SealedSegment | None
+    alive: Mask | None
+    growing: Faces
+    growing_deleted: Int64
+    masks: dict[str, RowMasks] = field(default_factory=dict)
+
+    @functools.cached_property
+    def sealed_deleted(self) -> int:
+        """Number of rows of the sealed segment that were deleted."""
+        return 0 if self.alive is None else len(self.alive) - int(np.count_nonzero(self.alive))
+
+    @functools.cached_property
+    def max_faces(self) -> int:
+        """Upper bound on the faces of one person."""
+        return (0 if self.sealed is None else self.sealed.max_faces) + max_count(self.growing.persons)
+
+    def remaining(self) -> Iterator[Faces]:
+        """Yield the faces that are not deleted, in batches by ascending id."""
+        parts = [(self.growing, self.masks_of(None).growing)]
+        if self.sealed is not None:
+            parts.insert(0, (Faces(self.sealed.faces, self.sealed.persons, self.sealed.vectors), self.alive))
+        for faces, alive in parts:
+            for start in range(0, len(faces.ids), _BATCH_ROWS):
+                rows = slice(start, start + _BATCH_ROWS)
+                yield faces.take(rows).take(slice(None) if alive is None else alive[rows])
+
+    @property
+    def remaining_count(self) -> int:
+        """Number of faces that are not deleted."""
+        sealed = 0 if self.sealed is None else len(self.sealed) - self.sealed_deleted
+        return sealed + len(self.growing.ids) - len(self.growing_deleted)
+
+    def without(self, faces: Sequence[int]) -> "SegmentView":
+        """Return this view without ``faces``; ids that it does not have are ignored."""
+        deleted = np.sort(np.asarray(faces, dtype=np.int64))
+        alive = self.alive
+        if self.sealed is not None:
+            rows = _rows_of(deleted, self.sealed.faces)
+            if len(rows):
+                alive = np.ones(len(self.sealed), dtype=np.bool_) if alive is None else alive.copy()
+                alive[rows] = False
+        growing_deleted = np.union1d(self.growing_deleted, _rows_of(deleted, self.growing.ids))
+        return replace(self, alive=alive, growing_deleted=growing_deleted, masks={})
+
+    def cache_masks(self, key: str, masks: RowMasks) -> None:
+        """Keep a filter's masks for as long as this view is current. Searches may race here: the dict is atomic."""
+        if len(self.masks) < _MAX_CACHED_FILTERS:
+            self.masks[key] = masks
+
+    def masks_of(self, persons: Int64 | None) -> RowMasks:
+        """Return masks of the rows of ``persons`` (None: of everybody) that are not deleted."""
+        sealed, growing = self.alive, None
+        if len(self.growing_deleted):
+            growing = np.ones(len(self.growing.ids), dtype=np.bool_)
+            growing[self.growing_deleted] = False
+        if persons is None:
+            return RowMasks(sealed, growing)
+        matching = np.isin(self.growing.persons, persons)
+        growing = matching if growing is None else growing & matching
+        if self.sealed is not None:
+            matching = np.isin(self.sealed.persons, persons)
+            sealed = matching if sealed is None else sealed & matching
+        return RowMasks(sealed, growing)
+
+    def search(self, queries: Float32, k: int, threshold: float, masks: RowMasks) -> list[list[Match]]:
+        """Find the ``k`` most similar persons, by their best faces, for each of ``queries`` (Q, dim), best first.
+
+        A person with a thousand similar faces must hide nobody, so more faces are asked for until ``k`` persons are
+        among them or no faces are left.
+
+        Args:
+            queries: of unit length.
+            k: how many persons at most.
+            threshold: the lowest score to return.
+            masks: rows that may be found.
+        """
+        answers: list[list[Match]] = [[] for _ in queries]
+        pending = np.arange(len(queries))
+        count = min(2 * k + 16, (k - 1) * self.max_faces + 1)  # pigeonhole: so many faces belong to enough persons
+        while len(pending):
+            scores, faces, persons = self.knn(queries[pending], count, masks)
+            exhausted = scores.shape[1] < count
+            # Lists, for a loop over numpy scalars takes several times as long; a product in float32 may exceed 1.
+            columns = zip(np.clip(scores, -1.0, 1.0).tolist(), faces.tolist(), persons.tolist(), strict=True)
+            short = []
+            for query, (query_scores, query_faces, query_persons) in zip(pending.tolist(), columns, strict=True):
+                answers[query] = _best_faces(query_scores, query_faces, query_persons, k, threshold)
+                if len(answers[query]) < k and not exhausted and query_scores[-1] >= threshold:
+                    short.append(query)
+            pending = np.array(short, dtype=np.int64)
+            count *= _GROWTH
+        return answers
+
+    def knn(self, queries: Float32, k: int, masks: RowMasks) -> tuple[Float32, Int64, Int64]:
+        """Find the ``k`` most similar faces for each of ``queries`` (Q, dim), best first, ties by id.
+
+        Returns:
+            scores, faces and persons, (Q, k') each; k' < k only if the masks leave fewer than k rows.
+        """
+        scores, rows = _knn_growing(self.growing.vectors, queries, k, masks.growing)
+        faces, persons = self.growing.ids[rows], self.growing.persons[rows]
+        if self.sealed is None:
+            return scores, faces, persons
+        search = self.sealed.scan if self.sealed.ann is None else self.sealed.ann
+        sealed_scores, sealed_rows = search.search(queries, k, allowed=masks.sealed)
+        sealed_faces, sealed_persons = self.sealed.faces[sealed_rows], self.sealed.persons[sealed_rows]
+        if not faces.size:
+            return sealed_scores, sealed_faces, sealed_persons
+        # The sealed segment first: its ids are smaller, and the stable sort then leaves ties in the order of ids.
+        scores = np.concatenate([sealed_scores, scores], axis=1)
+        faces = np.concatenate([sealed_faces, faces], axis=1)
+        persons = np.concatenate([sealed_persons, persons], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return tuple(np.take_along_axis(part, order, axis=1) for part in (scores, faces, persons))  # type: ignore[return-value]
+
+
+def _best_faces(scores: list[float], faces: list[int], persons: list[int], k: int, threshold: float) -> list[Match]:
+    """Return the first ``k`` persons with scores >= ``threshold`` among faces that are sorted best first."""
+    best: dict[int, Match] = {}
+    for score, face, person in zip(scores, faces, persons, strict=True):
+        if score < threshold or len(best) == k:
+            break
+        if person not in best:
+            best[person] = Match(person, face, score)
+    return list(best.values())
+
+
+def _rows_of(wanted: Int64, ascending: Int64) -> Int64:
+    """Return the positions in ``ascending`` of those of ``wanted`` that occur in it."""
+    if not len(ascending):
+        return np.empty(0, dtype=np.int64)
+    rows = np.minimum(np.searchsorted(ascending, wanted), len(ascending) - 1)
+    found: Int64 = rows[ascending[rows] == wanted].astype(np.int64)
+    return found
+
+
+def _knn_growing(vectors: Float32, queries: Float32, k: int, allowed: Mask | None) -> tuple[Float32, Int64]:
+    """Return scores and rows (Q, k'): candidates from a float32 product, ranked in float64.
+
+    A float32 score is off by at most ``margin``/2, so every row within ``margin`` of the k-th best is a candidate, and
+    the ranking is that of float64, as in a sealed segment.
+    """
+    rows_allowed = np.arange(len(vectors)) if allowed is None else np.flatnonzero(allowed)
+    k = min(k, len(rows_allowed))
+    scores, rows = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+    if not k:
+        return scores, rows
+    source = RowSource(vectors)
+    margin = 2 * _FLOAT32_ERROR * (vectors.shape[1] + 16)
+    batch = max(1, _SCORES_IN_MEMORY // len(vectors))
+    for start in range(0, len(queries), batch):
+        products = queries[start : start + batch] @ vectors.T
+        if allowed is not None:
+            products = products[:, rows_allowed]
+        for query, product in enumerate(products, start):
+            kth = len(rows_allowed) - k
+            candidates = rows_allowed[product >= np.partition(product, kth)[kth] - margin]
+            scores[query], rows[query] = rank(queries[query], source, candidates, k)
+    return scores, rows
 
 
 class CollectionState:
@@ -105,8 +315,7 @@ class CollectionState:
         newer[view.growing_deleted] = False
         self.segment = stored.segment
         self._growing = GrowingSegment(self.info.dim)
-        remaining = Faces(rows.ids[newer], rows.persons[newer], rows.vectors[newer])
-        self.view = self._new_view(sealed, [remaining], deleted)
+        self.view = self._new_view(sealed, [rows.take(newer)], deleted)
 
     @property
     def ann(self) -> ApproximateSearch | None:
@@ -226,89 +435,3 @@ def _size(summary: PersonSummary) -> int:
     metadata = summary.metadata
     text = sum(len(key) + (len(value) if isinstance(value, str) else 8) for key, value in metadata.items())
     return _ENTRY_BYTES + len(summary.name or "") + text + _METADATA_BYTES * len(metadata)
-
-
-class AnnPlanner:
-    """Looks for approximate search of segments whose exact search misses the latency target, on its own thread.
-
-    The structure it finds lives in memory only, as long as its segment does: no file could be damaged, or would have
-    to erase a deleted vector. Until it is found, searches are exact.
-    """
-
-    def __init__(
-        self, latency_ms: float | None, publish: Callable[[CollectionState, SealedSegment, ApproximateSearch], None]
-    ) -> None:
-        """Plan for single queries within ``latency_ms`` (None: plan nothing; :class:`UsageError` unless above 0)."""
-        if latency_ms is not None and not (math.isfinite(latency_ms) and latency_ms > 0):
-            raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
-        self._latency_ms, self._publish = latency_ms, publish
-        self._waiting: queue.SimpleQueue[tuple[CollectionState, SealedSegment] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
-        self._published: list[tuple[CollectionState, ApproximateSearch]] = []
-
-    def consider(self, state: CollectionState) -> None:
-        """Queue the collection's sealed segment if it is large and was not considered yet."""
-        sealed = state.view.sealed
-        if self._latency_ms is None or sealed is None or len(sealed) < MIN_ANN_ROWS or state.ann_considered is sealed:
-            return
-        state.ann_considered = sealed
-        self._waiting.put((state, sealed))
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, args=(self._latency_ms,), name="gallery ANN planner", daemon=True
-            )
-            atexit.register(self._end)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Tell the thread to end, without waiting for it: faiss goes on until its next rows are read."""
-        self._closing.set()
-        self._waiting.put(None)
-
-    def _end(self) -> None:
-        """Wait for the thread at the process's end, which aborts where it finds a thread in faiss's C++."""
-        self.close()
-        assert self._thread is not None, "it was started"
-        self._thread.join()
-
-    def _work(self, latency_ms: float) -> None:
-        try:
-            self._run(latency_ms)
-        finally:
-            self._published.clear()
-            atexit.unregister(self._end)
-
-    def _run(self, latency_ms: float) -> None:
-        while True:
-            try:
-                job = self._waiting.get(timeout=_RECALL_INTERVAL_SECONDS if self._published else None)
-            except queue.Empty:
-                self._measure_recall()
-                continue
-            if job is None or self._closing.is_set():
-                return
-            state, sealed = job
-            if state.view.sealed is not sealed:
-                continue  # replaced meanwhile; its successor is in the queue
-            ann = self._plan(sealed, latency_ms)
-            if ann is not None:
-                self._publish(state, sealed, ann)
-                self._published.append((state, ann))
-            del job, state, sealed, ann  # waiting must not keep a replaced segment in memory
-
-    def _measure_recall(self) -> None:
-        """Measure the recall of the structures in use on queries they were asked."""
-        self._published = [(state, ann) for state, ann in self._published if state.ann is ann]
-        for _, ann in self._published:
-            with contextlib.suppress(PlscError, MemoryError):  # if the segment became unreadable, searches report it
-                ann.monitor_recall()
-
-    def _plan(self, sealed: SealedSegment, latency_ms: float) -> ApproximateSearch | None:
-        try:
-            return plan_search(sealed.scan, sealed.vectors, sealed.persons, latency_ms, stopped=self._closing.is_set)
-        except PlanningStopped:
-            return None
-        except (PlscError, MemoryError) as error:
-            note(f"plsc gallery: searching stays exact: {error or type(error).__name__}")
-            return None

@@ -314,7 +314,7 @@ def translate_errors(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         raise _translated(error, path) from None
     except UnicodeDecodeError:  # raised by sqlite3 for a damaged schema, whose text is in SQLite's message
-        raise _corrupt(path, "its schema is not what was written") from None
+        raise corrupt(path, "its schema is not what was written") from None
 
 
 def _create_private(path: Path) -> None:
@@ -326,10 +326,11 @@ def _create_private(path: Path) -> None:
 def corrupt_row(connection: sqlite3.Connection, what: str) -> IntegrityError:
     """Return the error for damaged content: it names the file of ``connection`` and ``what`` is wrong in it."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
-    return _corrupt(path, what)
+    return corrupt(path, what)
 
 
-def _corrupt(path: Path, what: object) -> IntegrityError:
+def corrupt(path: Path, what: object) -> IntegrityError:
+    """Return the error for a damaged file of the store."""
     return IntegrityError(f"{path} is corrupt: {what}; restore a snapshot with plsc gallery restore")
 
 
@@ -339,7 +340,7 @@ def _translated(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
         return DeadlineError("the deadline passed before the store had looked at all people; allow more time")
     lacks_its_own = code == sqlite3.SQLITE_ERROR and str(error).startswith("no such")  # a table, a column, an index
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error) or lacks_its_own:
-        return _corrupt(path, error)
+        return corrupt(path, error)
     if code in (
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_IOERR,
@@ -415,7 +416,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     if version not in SCHEMAS:
         raise DataError(f"{path} is a gallery of version {version}; this plsc reads up to version {VERSION}: update it")
     if sorted(statements(connection)) != sorted(SCHEMAS[version]):
-        raise _corrupt(path, "its schema is not what was written")
+        raise corrupt(path, "its schema is not what was written")
 
 
 def _check_settings(stored: Mapping[str, str], expected: Mapping[str, str], path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Taking possession of a store's folder: the owner's lock, access rights, disk reserve, and other folders refused."""
+"""Taking possession of a store's folder: the owner's lock, access rights, and other folders refused."""
 
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -26,8 +27,6 @@ except ImportError:  # Windows
     fcntl = None
 
 _ORPHAN_SECONDS = 2.0  # for which a child of a killed owner may have the locks: from its fork until its exec
-_RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
-_MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 
 
 def holds_store(folder: Path) -> bool:
@@ -35,12 +34,13 @@ def holds_store(folder: Path) -> bool:
     return (folder / SQLITE).exists() or (folder / COLLECTIONS).exists()
 
 
-def open_folder(folder: Path, key_file: Path | None = None) -> tuple["FolderLock", "Reserve", Database]:
-    """Lock ``folder``, creating it if there is none, and open its database, on a full disk by giving up the reserve.
+def open_folder(folder: Path, key_file: Path | None, make_room: Callable[[], None]) -> tuple["FolderLock", Database]:
+    """Lock ``folder``, creating it if there is none, and open its database.
 
     Args:
         folder: of the store.
         key_file: of an encrypted store.
+        make_room: called where the disk is full, before another try.
 
     Raises:
         UsageError: ``folder`` is a file, a snapshot, or holds something else; or it is encrypted and ``key_file`` is
@@ -55,7 +55,7 @@ def open_folder(folder: Path, key_file: Path | None = None) -> tuple["FolderLock
     with storage_errors(folder):
         _refuse_others(folder)
         make_private_folder(folder)
-    lock, reserve = FolderLock(folder), Reserve(folder)
+    lock = FolderLock(folder)
     try:
         with storage_errors(folder):
             _remove_unfinished_snapshots(folder / SNAPSHOTS)
@@ -64,10 +64,10 @@ def open_folder(folder: Path, key_file: Path | None = None) -> tuple["FolderLock
         # Before SQLite sees the log: it would take what is damaged for never written, and remove it.
         verify_log(folder / SQLITE, PAGE_BYTES)
         try:
-            return lock, reserve, _open_database(folder, master)
+            return lock, _open_database(folder, master)
         except StorageError:
-            reserve.release(0)
-            return lock, reserve, _open_database(folder, master)
+            make_room()
+            return lock, _open_database(folder, master)
     except BaseException:
         lock.release()
         raise
@@ -127,11 +127,8 @@ def rotate_key(store: Path, old: Path, new: Path) -> int:
     lock = FolderLock(store)
     try:
         remove_leftovers(path)
-        table = KeyTable(path, former)
-        try:
+        with closing(KeyTable(path, former)) as table:
             return table.rewrap(master)
-        finally:
-            table.close()
     finally:
         lock.release()
 
@@ -206,52 +203,6 @@ def _restrict(folder: Path) -> None:
     was_open = bool(folder.stat().st_mode & 0o077)
     files = [path for path in folder.iterdir() if path.is_file()]
     restrict(*([folder] if was_open else [*files, folder / COLLECTIONS, folder / SNAPSHOTS]))
-
-
-class Reserve:
-    """Disk space kept back in ``folder/reserve``, so that a store on a full disk can still be opened and deleted from.
-
-    While it is used up, everything that adds to the store is refused.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RESERVE
-        self._held = False
-
-    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
-        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
-        self._held = False
-        with suppress(OSError):
-            os.truncate(self._path, kept)
-
-    def hold(self) -> bool:
-        """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""
-        if not self._held:
-            self._held = self._allocate(_RESERVE_BYTES)
-            if not self._held:
-                self._allocate(_MIN_RESERVE_BYTES)
-        return self._held
-
-    def require(self) -> None:
-        """Raise :class:`StorageError` unless the space is held: the last of it is for deletions."""
-        if not self.hold():
-            raise StorageError(
-                f"the disk of {self._path.parent} is full; nothing was changed: deletions are still taken, "
-                "and everything else when there is room again"
-            )
-
-    def _allocate(self, count: int) -> bool:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            os.posix_fallocate(descriptor, 0, count)  # real blocks, where a truncated file would be a hole
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
 
 
 def _refuse_others(folder: Path) -> None:

@@ -17,7 +17,7 @@ from plsc.errors import DataError, IntegrityError
 from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
 from plsc.gallery.sqlite.backup import read_snapshot, reading_snapshot, store_id_of
 from plsc.gallery.sqlite.compaction import tombstones
-from plsc.gallery.sqlite.database import Database, corrupt_row
+from plsc.gallery.sqlite.database import Database, corrupt, corrupt_row
 from plsc.gallery.sqlite.encryption import EncryptedVectors, keys_of_faces
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.records import StoredCollection
@@ -189,14 +189,12 @@ def verify_log(database: Path, page_bytes: int) -> None:
     commits = np.any(frames[:, 4:8], axis=1)  # a frame that commits holds the database's size in pages, others zero
     if not intact:
         if commits.any():
-            raise _corrupt_log(path, "its header is not what was written")
+            raise corrupt(path, "its header is not what was written")
         return
     valid = _valid_frames(frames, np.frombuffer(header[16:24], np.uint8), order, sums)
     bad, lost = _lost_transactions(valid, commits)
     if lost > 1:
-        raise _corrupt_log(
-            path, f"frame {bad + 1} is not what was written, and {lost} transactions from there on are lost"
-        )
+        raise corrupt(path, f"frame {bad + 1} is not what was written, and {lost} transactions from there on are lost")
 
 
 def _map_frames(path: Path, page_bytes: int) -> Bytes:
@@ -261,7 +259,3 @@ def _fibonacci(count: int) -> Words:
     while len(numbers) < count:
         numbers.append((numbers[-1] + numbers[-2]) % 2**32)
     return np.array(numbers, dtype=np.uint32)
-
-
-def _corrupt_log(path: Path, what: str) -> IntegrityError:
-    return IntegrityError(f"{path} is corrupt: {what}; restore a snapshot with plsc gallery restore")

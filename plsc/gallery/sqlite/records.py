@@ -8,7 +8,7 @@ import json
 import sqlite3
 import struct
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -19,7 +19,7 @@ from plsc.errors import ConflictError
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
 from plsc.gallery.validation import now
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, StoredAnswer
-from plsc.index.rows import Int64
+from plsc.index.rows import Int64, Mask
 
 CHANGES = "changes"  # its last number is that of the last change
 _FETCH_ROWS = 2048  # vectors per read
@@ -50,6 +50,21 @@ class Faces:
     ids: Int64
     persons: Int64
     vectors: Float32
+
+    @classmethod
+    def empty(cls, count: int, dim: int) -> "Faces":
+        """Return room for ``count`` faces, of any content."""
+        ids, persons = np.empty((2, count), dtype=np.int64)
+        return cls(ids, persons, np.empty((count, dim), dtype=np.float32))
+
+    def put(self, start: int, others: "Faces") -> None:
+        """Write ``others`` over the rows from ``start`` on."""
+        part = slice(start, start + len(others.ids))
+        self.ids[part], self.persons[part], self.vectors[part] = others.ids, others.persons, others.vectors
+
+    def take(self, rows: slice | Mask) -> "Faces":
+        """Return some of the faces: a view of a slice, a copy of what a mask (n,) selects."""
+        return Faces(self.ids[rows], self.persons[rows], self.vectors[rows])
 
 
 # --- collections ---
@@ -88,13 +103,9 @@ def _read_collection(db: sqlite3.Connection, row: tuple[Any, ...]) -> StoredColl
     number, checksum, segment, digest, watermark, *rest = row
     info = Collection(*rest)
     # A damaged record header changes types, also of what the checksum leaves out because it changes often.
-    intact = isinstance(digest, str) and all(isinstance(n, int) for n in (segment, watermark, info.persons, info.faces))
-    try:
-        intact = intact and checksum == row_checksum(number, info.name, info.dim, info.contract_id, info.created)
-    except TypeError:  # a text has become bytes
-        intact = False
-    if not intact:
-        raise corrupt_row(db, f"collection {number} is not what was written")
+    typed = isinstance(digest, str) and all(isinstance(n, int) for n in (segment, watermark, info.persons, info.faces))
+    values = (number, info.name, info.dim, info.contract_id, info.created)
+    require_intact(db, checksum if typed else None, row_checksum, values, f"collection {number}")
     return StoredCollection(number, info, segment, digest, watermark)
 
 
@@ -185,12 +196,7 @@ def find_answer(db: sqlite3.Connection, token: str, key: str) -> StoredAnswer | 
     if row is None:
         return None
     *values, checksum = row
-    try:
-        intact = checksum == _answer_checksum(*values)
-    except (TypeError, AttributeError):  # a damaged header turned a text into bytes, or bytes into a text
-        intact = False
-    if not intact:
-        raise corrupt_row(db, "an answer stored under an idempotency key is not what was written")
+    require_intact(db, checksum, _answer_checksum, values, "an answer stored under an idempotency key")
     _, _, fingerprint, status, body, _ = values
     return StoredAnswer(fingerprint, status, body)
 
@@ -214,6 +220,18 @@ def _answer_checksum(token: str, key: str, fingerprint: bytes, status: int, body
 
 
 # --- checksums ---
+
+
+def require_intact(
+    db: sqlite3.Connection, checksum: int | None, checksum_of: Callable[..., int], values: Sequence[Any], what: str
+) -> None:
+    """Raise the error for damage unless ``values`` of a row have its checksum."""
+    try:
+        if checksum == checksum_of(*values):
+            return
+    except (TypeError, AttributeError):  # a damaged header turned a text into bytes, or bytes into a text
+        pass
+    raise corrupt_row(db, f"{what} is not what was written")
 
 
 def is_face(checksum: int, face: int, collection: int, person: int) -> bool:

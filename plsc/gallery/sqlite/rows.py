@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from plsc.gallery.filters import COMPARISONS, Condition, Filter, kind_of
+from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.sqlite import records
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
 from plsc.gallery.sqlite.records import Faces
 from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
 from plsc.gallery.store import Rows
-from plsc.gallery.validation import ValidPerson, now
+from plsc.gallery.validation import ValidPerson, kind_of, now
 from plsc.gallery.values import Collection, Float32, Person, PersonSummary
 from plsc.index.rows import Int64
 
@@ -311,10 +311,5 @@ class SqliteRows(Rows):
 def _read_summary(db: sqlite3.Connection, row: Sequence[Any]) -> PersonSummary:
     *values, checksum = row
     id, _, name, metadata, _, external_id, _, _ = values
-    try:
-        intact = checksum == records.person_checksum(*values)
-    except TypeError:  # a damaged header turned a text into bytes
-        intact = False
-    if not intact:
-        raise corrupt_row(db, f"person {id} is not what was written")
+    records.require_intact(db, checksum, records.person_checksum, values, f"person {id}")
     return PersonSummary(id, name, json.loads(metadata), external_id)

@@ -36,7 +36,7 @@ SCHEMA_1 = (
     # tombstones: deleted faces whose vectors are still in a sealed segment or in this file
     "CREATE TABLE forgotten (face INTEGER PRIMARY KEY, collection INTEGER NOT NULL)",
     "CREATE INDEX forgotten_of_collection ON forgotten (collection)",
-    # metadata as filters compare it; kind is a plsc.gallery.filters.Kind
+    # metadata as filters compare it; kind is a plsc.gallery.validation.Kind
     """CREATE TABLE attributes (
         collection INTEGER NOT NULL, key TEXT NOT NULL, kind INTEGER NOT NULL, value NOT NULL, person INTEGER NOT NULL,
         PRIMARY KEY (collection, key, kind, value, person)) WITHOUT ROWID""",

@@ -14,6 +14,7 @@ Searches take none of them: they read a collection's current view and work on th
 """
 
 import math
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +26,23 @@ import numpy.typing as npt
 
 from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter, PreparedFilter
-from plsc.gallery.person_search import search_persons
-from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
+from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
-from plsc.gallery.sqlite.collection_state import AnnPlanner, CollectionState
+from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
 from plsc.gallery.sqlite.compaction import Compactor
 from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
-from plsc.gallery.sqlite.maintenance import Maintenance
+from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.sqlite.segments import RowMasks, SealedSegment, SegmentView
 from plsc.gallery.store import Change, Store, note_change
 from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
-from plsc.index.ann import ApproximateSearch
-from plsc.index.rows import Int64, unit_vectors
+from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
+
+_RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
+_MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 
 
 class SqliteStore(Store):
@@ -76,11 +77,12 @@ class SqliteStore(Store):
         if not 0 < compact_within < math.inf:
             raise UsageError(f"deleted faces cannot leave the files within {compact_within} s; give a time above 0")
         self.folder = Path(folder)
-        self._planner = AnnPlanner(latency_ms, self._publish_ann)
-        self._lock, self._reserve, self._database = open_folder(
-            self.folder, None if key_file is None else Path(key_file)
-        )
         self._write_lock = threading.RLock()
+        self._planner = AnnPlanner(latency_ms, self._write_lock)
+        self._reserve = Reserve(self.folder)
+        self._lock, self._database = open_folder(
+            self.folder, None if key_file is None else Path(key_file), lambda: self._reserve.release(0)
+        )
         try:
             compactor = Compactor(self._database, self.folder / COLLECTIONS, self._write_lock, precision)
             # Replaced, never modified: readers take it without a lock.
@@ -256,11 +258,7 @@ class SqliteStore(Store):
         state = self._state(collection)
         units = unit_vectors(queries, state.info.dim)
         view, masks = filter.found if isinstance(filter, PreparedFilter) else self._matching_rows(state, filter)
-
-        def knn(some: Float32, count: int) -> tuple[Float32, Int64, Int64]:
-            return view.knn(some, count, masks)
-
-        return search_persons(knn, units, k, threshold, view.max_faces)
+        return view.search(units, k, threshold, masks)
 
     def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter:
         """Look up who matches, so that a search with the result, on another thread, needs SQLite no more."""
@@ -354,12 +352,54 @@ class SqliteStore(Store):
             self._reserve.hold()
             self._lock.release()
 
-    def _publish_ann(self, state: CollectionState, sealed: SealedSegment, ann: ApproximateSearch) -> None:
-        with self._write_lock:
-            state.publish_ann(sealed, ann)
-
     def _state(self, name: str) -> CollectionState:
         state = self._states.get(name) if isinstance(name, str) else None
         if state is None:
             raise no_collection(name)
         return state
+
+
+class Reserve:
+    """Disk space kept back in ``folder/reserve``, so that a store on a full disk can still be opened and deleted from.
+
+    While it is used up, everything that adds to the store is refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RESERVE
+        self._held = False
+
+    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
+        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
+        self._held = False
+        with suppress(OSError):
+            os.truncate(self._path, kept)
+
+    def hold(self) -> bool:
+        """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""
+        if not self._held:
+            self._held = self._allocate(_RESERVE_BYTES)
+            if not self._held:
+                self._allocate(_MIN_RESERVE_BYTES)
+        return self._held
+
+    def require(self) -> None:
+        """Raise :class:`StorageError` unless the space is held: the last of it is for deletions."""
+        if not self.hold():
+            raise StorageError(
+                f"the disk of {self._path.parent} is full; nothing was changed: deletions are still taken, "
+                "and everything else when there is room again"
+            )
+
+    def _allocate(self, count: int) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            os.posix_fallocate(descriptor, 0, count)  # real blocks, where a truncated file would be a hole
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
