@@ -168,7 +168,8 @@ def _nearest_rows(rows: ClassRows, classes: Tensor, features: Tensor) -> tuple[T
 
 
 def _norms(vectors: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=dim, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=dim, dtype=torch.float64)
+    return norms
 
 
 def _parts(rows: ClassRows, samples: int) -> Iterator[slice]:

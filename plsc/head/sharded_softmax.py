@@ -118,11 +118,11 @@ class ShardedSoftmax:
         phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
         batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
         partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
-        maximum, total, *others = self._sum_over_shards(partial, *([cos] if target is None else []))
+        sums = self._sum_over_shards(partial, *([cos] if target is None else []))
         if target is None:
-            target = self._apply_margin(*others, gathered, training)
+            target = self._apply_margin(sums[2], gathered, training)
             batch = replace(batch, phi=target.phi, state=self.margin_state)
-        losses, log_z, probability, grad = self._normalize(partial, target, maximum, total)
+        losses, log_z, probability, grad = self._normalize(partial, target, sums[0], sums[1])
         loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
         scale = self.margin.s / gathered.total
         target_grad = (probability - 1) * target.slope * scale
@@ -142,8 +142,8 @@ class ShardedSoftmax:
         if grad is None:
             return loss, None, pending
         local_targets.add_gradient(grad.mul_(scale), target_grad)
-        # In one piece: pieces of samples, scattered while pass 1 goes on with the next, would read the table once for each,
-        # and could be scattered only before 1/Z and the targets' share, which come with the sums behind pass 1.
+        # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
+        # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
         gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
         return loss, gradient, pending

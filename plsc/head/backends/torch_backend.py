@@ -282,4 +282,5 @@ def squared_norm(gradient: Tensor, chunk: Chunk) -> Tensor:
     inverse = chunk.inverse_norm.double()
     square = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64).square_()
     along = gradient.mul_(chunk.weight).sum(1, dtype=torch.float64).mul_(inverse)
-    return square.addcmul_(along, along, value=-1).clamp_(min=0).mul_(inverse.square()).sum()
+    total: Tensor = square.addcmul_(along, along, value=-1).clamp_(min=0).mul_(inverse.square()).sum()
+    return total
