@@ -265,6 +265,8 @@ class ShardedHead(nn.Module):
             self.num_classes,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
+        if self.mesh.replicas.world_size == 1:
+            return backend
         everyone, shards = all_gather_object((backend.name, _processor(self.mesh.device)), self.mesh), self.mesh.head
         for shard in range(shards.world_size):
             processors = sorted({processor for _, processor in everyone[shard :: shards.world_size]})
