@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plsc.bench.comparison import LR, MARGIN, MOMENTUM, SCALE, WEIGHT_DECAY, Contestant, Task, is_sampled, load_file
+from plsc.bench.comparison import ARCFACE, SGD, Contestant, Task, is_sampled, load_file
 from plsc.bench.head import Step, training_step
 from plsc.bench.search import Search, SearchData
 from plsc.bench.train import CLIP_NORM, Images
@@ -34,7 +34,7 @@ FAISS_BLOCKS = (1024, 4096, 16384, 65536)  # rows per matrix product that faiss 
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    return torch.optim.SGD(parameters, **SGD)
 
 
 def _replicated(module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -63,8 +63,8 @@ class DenseArcFace(_Table):
         """Return the mean loss of this rank's samples."""
         cos = F.linear(F.normalize(embeddings), F.normalize(self.weight))
         target = cos.gather(1, labels[:, None]).clamp(-1 + 1e-6, 1 - 1e-6)
-        with_margin = (target.acos() + MARGIN).cos()
-        return F.cross_entropy(cos.scatter(1, labels[:, None], with_margin) * SCALE, labels)
+        with_margin = (target.acos() + ARCFACE["m"]).cos()
+        return F.cross_entropy(cos.scatter(1, labels[:, None], with_margin) * ARCFACE["s"], labels)
 
 
 class PlainSoftmax(_Table):
@@ -112,7 +112,7 @@ def _partial_fc_head(task: Task, sample_rate: float, mesh: Mesh) -> nn.Module:
     if mesh.device.type == "cpu":
         # Its code calls .cuda() on every tensor that it makes.
         torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    margin = load_file(folder / _MARGINS).CombinedMarginLoss(SCALE, 1.0, MARGIN, 0.0)
+    margin = load_file(folder / _MARGINS).CombinedMarginLoss(ARCFACE["s"], 1.0, ARCFACE["m"], 0.0)
     head: nn.Module = load_file(folder / _PARTIAL_FC).PartialFC_V2(margin, task.dim, task.classes, sample_rate, False)
     return head.train().to(mesh.device)
 

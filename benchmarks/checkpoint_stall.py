@@ -22,11 +22,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from lone_head import LoneHead, batches
 from results_file import print_and_add, script_parser
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-import plsc
 from plsc.config import KeepConfig
 from plsc.files import atomic_replace_dir, describe_files, write_json
 from plsc.native.allocator import keep_freed_memory
@@ -37,28 +37,13 @@ WAYS = ("background", "waiting", "reread")
 STEPS = 10  # between two checkpoints, at least
 
 
-class Training:
+class Training(LoneHead):
     """A class head that learns random embeddings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.mesh = plsc.init("cpu")
-        self.head = plsc.ShardedHead(
-            args.dim,
-            args.classes,
-            self.mesh,
-            sample_rate=args.sample_rate,
-            weight_dtype=torch.bfloat16,
-            momentum_dtype=torch.int8,
-        )
-        self.optimizer = plsc.HeadSGD(self.head, lr=0.1, momentum=0.9)
-        self.x = torch.nn.functional.normalize(torch.randn(args.batch, args.dim))
-        self.labels = torch.randint(args.classes, (args.batch,))
+        super().__init__(args)
+        self.x, self.labels = next(batches(args))
         self.count = 0
-
-    def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {**self.head.sharded_state(), **self.optimizer.sharded_state()}
 
     def step(self) -> float:
         """Take a step; its seconds."""

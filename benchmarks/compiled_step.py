@@ -10,12 +10,11 @@ head, which is never compiled, is left out. Adds rows to benchmarks/results/comp
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 
 import torch
-from results_file import add_row, script_parser
+from results_file import add_row, answers_in_turn, script_parser
 
 from plsc.models import create
 
@@ -40,26 +39,6 @@ def serve(name: str, way: str, batch: int, threads: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """The steps of each way, which take turns; the first compiles."""
-    processes = {}
-    for way in WAYS:
-        command = [sys.executable, __file__, "--serve", way, "--backbone", args.backbone]
-        command += ["--batch", str(args.batch), "--threads", str(args.threads)]
-        processes[way] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(args.rounds + 2):
-        for way, process in processes.items():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            steps[way].append(json.loads(process.stdout.readline()))
-    for process in processes.values():
-        process.communicate()
-    return steps
-
-
 def main() -> None:
     parser = script_parser(__doc__, backbone="iresnet18", batch=8, rounds=7, threads=1)
     parser.add_argument("--serve", choices=tuple(WAYS), help=argparse.SUPPRESS)
@@ -67,7 +46,7 @@ def main() -> None:
     if args.serve:
         serve(args.backbone, args.serve, args.batch, args.threads)
         return
-    steps = measure(args)
+    steps = answers_in_turn(__file__, WAYS, args.rounds + 2, args)  # the first one compiles
     medians = {way: statistics.median(step["seconds"] for step in steps[way][2:]) for way in WAYS}
     print(f"{args.backbone}, fp32, {args.batch} images, {args.threads} threads")
     print(f"{'':<8} {'first step':>10} {'seconds':>8} {'least':>8} {'':>6}")

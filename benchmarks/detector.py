@@ -20,11 +20,12 @@ from results_file import add_row, script_parser
 
 import plsc
 from plsc.data.alignment import align_face, read_landmarks
-from plsc.data.codec import resize_image, to_rgb_tensor
+from plsc.data.codec import to_rgb_tensor
 from plsc.embedding.detector import Detector, open_detector
 from plsc.embedding.embedder import Embedder
 from plsc.errors import DataError
 from plsc.evaluation.pairs import verification
+from plsc.models.preprocessing import resize_image
 from plsc.regular_files import read_bytes
 
 Points = dict[str, NDArray[Any]]

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from results_file import add_row, script_parser
+from results_file import add_row, beside_peer, script_parser
 
-from plsc.bench.comparison import BASELINES, Comparison, Task, all_contestants, compare
 from plsc.bench.head import HEADS as OURS
 from plsc.bench.report import head_table
 
@@ -39,9 +38,7 @@ def main() -> None:
     parser.add_argument("--partial-fc", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--classes", type=int, nargs="+", default=[500_000])
     args = parser.parse_args()
-    known = all_contestants("head", OURS, BASELINES)
-    task = Task("", 0, 0, peer=str(args.partial_fc.absolute()), baselines=str(BASELINES))
-    result = compare(Comparison("head", known, HEADS, task, args.classes, [64], args.rounds))
+    result = beside_peer("head", OURS, args.partial_fc, args.classes, 64, args.rounds, HEADS)
     print(head_table(result["rows"], result["ratios"]))
     print(f"\nthe processor's faster product is in {result['rows'][0]['note']}")
     print("\n".join(shares(result["ratios"])))

@@ -3,6 +3,7 @@
 They also run where TRITON_INTERPRET=1, on the CPU, at smaller sizes.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -125,10 +126,11 @@ def _two_steps(device: torch.device, rows: int, dim: int, plain: bool, **kinds: 
         head.softmax.table.norms_are_current()
         chunk.__dict__.pop("weight", None), chunk.__dict__.pop("inverse_norm", None)
         optimizer.steps += 1
-    return [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
+    return [head.weight.detach(), head.inverse_norms(), *states_of(optimizer)]
 
 
-def _state(optimizer: plsc.HeadSGD | plsc.HeadAdamW) -> list[Tensor]:
+def states_of(optimizer: plsc.HeadSGD | plsc.HeadAdamW) -> list[Tensor]:
+    """The tensors of an optimizer's momentum or moments."""
     return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]
 
 
@@ -145,7 +147,7 @@ def fused_steps_agree(device: torch.device, classes: int = 20_000, dim: int = 51
                 head(x, y).backward()
                 with way():
                     optimizer.step()
-            tables.append([head.weight.detach(), head.inverse_norms(), *_state(optimizer)])
+            tables.append([head.weight.detach(), head.inverse_norms(), *states_of(optimizer)])
         worst = max(worst, *(float((mine != theirs).double().mean()) for mine, theirs in zip(*tables, strict=True)))
     assert worst < 1e-3, worst
     return "bit-identical" if worst == 0 else f"at most {worst:.1e} of a table's numbers differ"
@@ -195,7 +197,7 @@ def skipped_step_changes_nothing(device: torch.device, classes: int = 5000, dim:
     x, y = some_batch(device, classes, dim, 64)
     head(x, y).backward()
     optimizer.step()
-    tables = [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
+    tables = [head.weight.detach(), head.inverse_norms(), *states_of(optimizer)]
     before = [table.clone() for table in tables]
     head(x, y).backward()
     optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
@@ -242,14 +244,21 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
     given = Batch(features, y, torch.zeros(128, device=device), head.margin, {})
     backend = head.backend
     for mode in ("default", "error"):  # kernels are compiled before
-        torch.cuda.set_sync_debug_mode(mode)
+        _set_sync_debug_mode(mode)
         try:
             backend.first_pass(rows, given, 4096, with_grad=True)
             inputs = PassInputs(rows, given, log_z, scale, pull, 4096)
             backend.update_pass(inputs, update_rows, lambda chunk: {"momentum": state}, update)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            _set_sync_debug_mode("default")
     return "no wait"
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    """Set it without torch's warning that this is a prototype: warnings end tests."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*prototype feature")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 CHECKS: tuple[Callable[[torch.device], str], ...] = (

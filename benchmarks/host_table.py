@@ -11,86 +11,43 @@ benchmarks/results/host_table.csv. About two minutes, and three times the table'
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from lone_head import LoneHead, forget_peak, resident, sizes_of, worker_command
 from results_file import print_and_add, script_parser
 
-import plsc
 from plsc.config import KeepConfig
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CheckpointFolder
 from plsc.train.checkpoint_reader import open_newest
 
-IDENTITIES = 2000
 
-
-def resident(kind: str) -> float:
-    """This process's memory in MiB: VmRSS, RssAnon, RssFile or VmHWM (the peak since :func:`forget_peak`)."""
-    found = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-def forget_peak() -> None:
-    """Let VmHWM begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless unit embeddings (B, D) around their identities' centres, and labels (B,) all over the classes."""
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(IDENTITIES, args.dim, generator=generator)
-    classes = torch.randperm(IDENTITIES, generator=generator) * (args.classes // IDENTITIES)
-    while True:
-        chosen = torch.randint(IDENTITIES, (args.batch,), generator=generator)
-        x = centres[chosen] + 0.3 * torch.randn(args.batch, args.dim, generator=generator)
-        yield torch.nn.functional.normalize(x), classes[chosen]
-
-
-class Worker:
+class Worker(LoneHead):
     """One training process: a line of JSON per event on stdout."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
         self.libraries = resident("VmRSS")
         self.peaks: dict[str, float] = {}
-        self.mesh = plsc.init("cpu")
-        self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, KeepConfig(last=1))
-        self.checkpointer = AsyncCheckpointer(self.checkpoints, print, background=False)  # the least memory
         forget_peak()
         begin = time.monotonic()
-        self.head = plsc.ShardedHead(
-            args.dim,
-            args.classes,
-            self.mesh,
-            sample_rate=args.sample_rate,
-            weight_dtype=torch.bfloat16,
-            momentum_dtype=torch.int8,
-            placement=f"mmap:{args.folder / 'table'}",
-        )
-        self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
+        super().__init__(args, placement=f"mmap:{args.folder / 'table'}")
         self.head.inverse_norms()
         self.note("creation")
         self.creation_seconds = time.monotonic() - begin
+        self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, KeepConfig(last=1))
+        self.checkpointer = AsyncCheckpointer(self.checkpoints, print, background=False)  # the least memory
 
     def note(self, part: str) -> None:
         """Remember the peak of the part that ends here, above the libraries'."""
         self.peaks[part] = max(self.peaks.get(part, 0.0), resident("VmHWM") - self.libraries)
         forget_peak()
-
-    def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {**self.head.sharded_state(), **self.optimizer.sharded_state()}
 
     def resume(self) -> int:
         """The step to go on from, with the newest checkpoint's state taken back."""
@@ -111,20 +68,10 @@ class Worker:
     def go(self) -> None:
         """Train to the last step, and tell the figures."""
         done = self.resume()
-        feed = batches(self.args)
-        for _ in range(done):
-            next(feed)
-        upcoming = next(feed)
-        seconds = 0.0
-        for step in range(done + 1, self.args.steps + 1):
-            begin = time.monotonic()
-            (x, labels), upcoming = upcoming, next(feed)
-            loss = self.head(x, labels)
-            self.head.prefetch(upcoming[1])
-            loss.backward()
-            self.optimizer.step()
-            seconds += time.monotonic() - begin
-            print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+        total = 0.0
+        for step, loss, seconds, _ in self.train(done):
+            total += seconds
+            print(json.dumps({"step": step, "loss": loss}), flush=True)
             if step % self.args.save_every == 0:
                 self.note("training")
                 self.save(step)
@@ -134,7 +81,7 @@ class Worker:
         print(
             json.dumps(
                 {
-                    "steps_per_second": (self.args.steps - done) / seconds,
+                    "steps_per_second": (self.args.steps - done) / total,
                     "creation_seconds": self.creation_seconds,
                     "libraries_mib": self.libraries,
                     "peaks_mib": self.peaks,
@@ -148,10 +95,7 @@ def run(args: argparse.Namespace, folder: Path, kill_at: int = 0) -> tuple[dict[
     """One worker's losses and figures; with ``kill_at`` it is killed after that step."""
     folder.mkdir(exist_ok=True)
     losses: dict[int, float] = {}
-    command = [sys.executable, __file__, "--worker", "--folder", str(folder)]
-    for name in ("classes", "dim", "sample_rate", "batch", "steps", "save_every"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(worker_command(__file__, args, folder=folder), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             event = json.loads(line)
@@ -178,11 +122,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"{'are equal' if equal else 'DIFFER'}"
     )
     return {
-        "classes": args.classes,
-        "dim": args.dim,
-        "sample_rate": args.sample_rate,
-        "batch": args.batch,
-        "steps": args.steps,
+        **sizes_of(args),
         "table_mib": round(size / 2**20),
         "steps_per_second": round(figures["steps_per_second"], 2),
         "creation_seconds": round(figures["creation_seconds"], 1),

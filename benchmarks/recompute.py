@@ -10,20 +10,19 @@ through its peaks at two batches. Adds rows to benchmarks/results/recompute.csv.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import add_row, script_parser
+from results_file import add_row, answers_in_turn, script_parser
 
 from plsc.models import Backbone, create
 from plsc.models.recompute_budget import recompute_activations
 from plsc.plan.backbone import profile_backbone
+from plsc.sizes import status_bytes
 
 SIDE = 112
 # Freed memory goes back to the system at once, so that the peak is that of what is in use.
@@ -58,49 +57,27 @@ def serve(name: str, way: str, batch: int, threads: int) -> None:
     model, count = build(name, way, batch)
     images = torch.randn(batch, 3, SIDE, SIDE)
     model(images[:2]).sum().backward()  # libraries, kernels
-    before = _resident("VmRSS")
-    print(json.dumps({"blocks": count}), flush=True)
+    before = status_bytes("VmRSS")
     for _ in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")
         start = time.process_time()
         model(images).sum().backward()
         seconds = time.process_time() - start
-        print(json.dumps({"seconds": seconds, "peak": _resident("VmHWM") - before}), flush=True)
-
-
-def _resident(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{entry}:")).split()[1])
+        peak = status_bytes("VmHWM") - before
+        print(json.dumps({"blocks": count, "seconds": seconds, "peak": peak}), flush=True)
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Medians over rounds in which each way takes a pass."""
-    processes = {}
-    for way in args.ways:
-        command = [sys.executable, __file__, "--serve", way, "--backbone", args.backbone]
-        command += ["--batch", str(args.batch), "--threads", str(args.threads)]
-        processes[way] = subprocess.Popen(
-            command, env={**os.environ, **RETURN_MEMORY}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-    found: dict[str, dict[str, Any]] = {way: _answer(process) for way, process in processes.items()}
-    passes: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
-    for _ in range(args.rounds + 1):
-        for way, process in processes.items():
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            passes[way].append(_answer(process))
-    for way, process in processes.items():
-        process.communicate()
-        found[way]["seconds"] = statistics.median(each["seconds"] for each in passes[way][1:])
-        found[way]["peak"] = max(each["peak"] for each in passes[way][1:])
-    return found
-
-
-def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    assert process.stdout is not None
-    answer: dict[str, Any] = json.loads(process.stdout.readline())
-    return answer
+    """Medians over rounds in which each way takes a pass, after one that does not count."""
+    passes = answers_in_turn(__file__, args.ways, args.rounds + 1, args, **RETURN_MEMORY)
+    return {
+        way: {
+            "blocks": first["blocks"],
+            "seconds": statistics.median(each["seconds"] for each in rest),
+            "peak": max(each["peak"] for each in rest),
+        }
+        for way, (first, *rest) in passes.items()
+    }
 
 
 def modelled(name: str, way: str, batch: int, memory: int) -> tuple[int, int]:

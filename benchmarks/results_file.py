@@ -3,12 +3,14 @@
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plsc.bench.comparison import BASELINES, Comparison, Contestant, Task, all_contestants, compare
 from plsc.bench.harness import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,3 +60,49 @@ def in_process(script: str, part: str, **options: object) -> dict[str, float]:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
+
+
+def answers_in_turn(
+    script: str, ways: Iterable[str], turns: int, args: argparse.Namespace, **environment: str
+) -> dict[str, list[dict[str, Any]]]:
+    """What ``script --serve WAY`` answers, by way: an object of JSON for each line that it is sent.
+
+    The processes, one for each of ``ways``, take ``turns`` turns, so that other load meets them alike.
+    """
+    options = [word for name in ("backbone", "batch", "threads") for word in (f"--{name}", str(getattr(args, name)))]
+    processes = {
+        way: subprocess.Popen(
+            [sys.executable, script, "--serve", way, *options],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for way in ways
+    }
+    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in processes}
+    for _ in range(turns):
+        for way, process in processes.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            answers[way].append(json.loads(process.stdout.readline()))
+    for process in processes.values():
+        process.communicate()
+    return answers
+
+
+def beside_peer(
+    subject: str,
+    ours: Mapping[str, Contestant],
+    peer: Path,
+    classes: Sequence[int],
+    batch: int,
+    rounds: int,
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """:func:`plsc.bench.comparison.compare` of heads or loops, all or ``names``, with insightface's in ``peer``."""
+    known = all_contestants(subject, ours, BASELINES)
+    task = Task("", 0, 0, peer=str(peer.absolute()), baselines=str(BASELINES))
+    return compare(Comparison(subject, known, names or tuple(known), task, classes, [batch], rounds))

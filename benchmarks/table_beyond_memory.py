@@ -21,17 +21,15 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from host_table import batches, forget_peak, resident
+from lone_head import LoneHead, forget_peak, resident, sizes_of, worker_command
 from results_file import print_and_add, script_parser
 
-import plsc
 from plsc.files import atomic_write
 
 STATE = "state.json"
@@ -52,25 +50,14 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Worker:
+class Worker(LoneHead):
     """One training process: a line of JSON per event on stdout."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
         self.libraries = resident("VmRSS")
         forget_peak()
         begin = time.monotonic()
-        self.head = plsc.ShardedHead(
-            args.dim,
-            args.classes,
-            plsc.init("cpu"),
-            sample_rate=args.sample_rate,
-            weight_dtype=torch.bfloat16,
-            momentum_dtype=torch.int8,
-            placement=f"mmap:{args.folder / 'table'}",
-            journal=True,
-        )
-        self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
+        super().__init__(args, placement=f"mmap:{args.folder / 'table'}", journal=True)
         self.tell(opened_seconds=time.monotonic() - begin)
 
     def tell(self, **values: Any) -> None:
@@ -108,10 +95,9 @@ class Worker:
         """The SHA-256 of the rows that the last step touched, in all columns."""
         softmax = self.head.softmax
         softmax.table.settle()
-        labels = self.labels
-        rows = softmax.sampler.draw(labels, softmax.forwards - 1)
+        rows = softmax.sampler.draw(self.labels, softmax.forwards - 1)
         found = hashlib.sha256(rows.numpy().tobytes())
-        for shard in (*self.head.sharded_state().values(), *self.optimizer.sharded_state().values()):
+        for shard in self.tensors().values():
             values = shard.blocks[0].local[rows].contiguous()
             found.update(values.view(torch.uint8).numpy().tobytes())
             shard.release()
@@ -119,24 +105,13 @@ class Worker:
 
     def go(self) -> None:
         """Train to the last step, and tell the figures."""
-        done = self.begin()
-        feed = batches(self.args)
-        for _ in range(done):
-            next(feed)
-        upcoming = next(feed)
-        for step in range(done + 1, self.args.steps + 1):
-            begin, cpu = time.monotonic(), time.process_time()
-            (x, self.labels), upcoming = upcoming, next(feed)
-            loss = self.head(x, self.labels)
-            self.head.prefetch(upcoming[1])
-            loss.backward()
-            self.optimizer.step()
+        for step, loss, seconds, cpu_seconds in self.train(self.begin()):
             read, written = disk_bytes()
             self.tell(
                 step=step,
-                loss=loss.item(),
-                seconds=time.monotonic() - begin,
-                cpu_seconds=time.process_time() - cpu,
+                loss=loss,
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
                 read=read,
                 written=written,
                 peak_mib=resident("VmHWM") - self.libraries,
@@ -155,9 +130,7 @@ class Worker:
 
 def run(args: argparse.Namespace, *words: str, kill_after: tuple[int, float] | None = None) -> list[dict[str, Any]]:
     """One worker's events; with ``kill_after`` it is killed so many seconds after that step."""
-    command = [sys.executable, __file__, "--worker", *words]
-    for name in ("classes", "dim", "sample_rate", "batch", "steps", "save_every", "digest_step", "folder"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command = worker_command(__file__, args, *words, digest_step=args.digest_step, folder=args.folder)
     events: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -202,11 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     per_step = [{key: b[key] - a[key] for key in ("read", "written")} for a, b in itertools.pairwise(last)]
     facts = {key: value for event in (*whole, *resumed) for key, value in event.items()}
     return {
-        "classes": args.classes,
-        "dim": args.dim,
-        "sample_rate": args.sample_rate,
-        "batch": args.batch,
-        "steps": args.steps,
+        **sizes_of(args),
         "save_every": args.save_every,
         "table_mib": round(sum(stat.st_size for stat in files) / 2**20),
         "journals_mib": round(journals / 2**20),

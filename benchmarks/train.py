@@ -8,9 +8,8 @@ benchmarks/results/train.csv (or into --out). About two minutes for each number 
 
 from pathlib import Path
 
-from results_file import add_row, script_parser
+from results_file import add_row, beside_peer, script_parser
 
-from plsc.bench.comparison import BASELINES, Comparison, Task, all_contestants, compare
 from plsc.bench.report import train_table
 from plsc.bench.train import LOOPS
 
@@ -20,10 +19,8 @@ def main() -> None:
     parser.add_argument("--arcface-torch", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--classes", type=int, nargs="+", default=[10_000])
     args = parser.parse_args()
-    known = all_contestants("train", LOOPS, BASELINES)
-    task = Task("", 0, 0, peer=str(args.arcface_torch.absolute()), baselines=str(BASELINES))
     for classes in args.classes:
-        result = compare(Comparison("train", known, tuple(known), task, [classes], [8], args.rounds))
+        result = beside_peer("train", LOOPS, args.arcface_torch, [classes], 8, args.rounds)
         print(train_table(result["rows"], result["ratios"]), end="\n\n")
         for row in result["rows"]:
             add_row("train", row, args.out)

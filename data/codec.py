@@ -1,4 +1,4 @@
-"""Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
+"""Image codec: encoded images to RGB pixels and back; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch
 
 from plsc import image_files
 from plsc.errors import DataError, UsageError
-from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
@@ -109,24 +108,6 @@ def _from_array(image: "np.ndarray[Any, Any]", name: str) -> torch.Tensor:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise UsageError(f"{name} is a {image.dtype} array {image.shape}: give uint8 RGB (H, W, 3)")
     return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
-
-
-def resize_image(image: torch.Tensor, size: ImageSize, interpolation: str = BILINEAR) -> torch.Tensor:
-    """Resize uint8 (3, H, W) to (3, *size), antialiased, stretching it where its shape is another.
-
-    Args:
-        image: the picture.
-        size: the side of a square, or (height, width).
-        interpolation: one of :data:`plsc.models.preprocessing.INTERPOLATIONS`.
-    """
-    sides = height_and_width(size)
-    if image.shape[-2:] == sides:
-        return image
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.v2 import functional
-
-    resized: torch.Tensor = functional.resize(image, list(sides), InterpolationMode(interpolation), antialias=True)
-    return resized
 
 
 def encode_image(image: torch.Tensor, encoding: Encoding = "jpeg") -> bytes:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plsc.data.codec import Encoding, decode_image, encode_image, resize_image
+from plsc.data.codec import Encoding, decode_image, encode_image
+from plsc.errors import IntegrityError
 from plsc.files import write_json
-from plsc.models.preprocessing import BILINEAR, ImageSize
+from plsc.models.preprocessing import BILINEAR, ImageSize, resize_image
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.regular_files import read_bytes
 
@@ -46,20 +47,33 @@ class StringColumn(Sequence[str]):
 
 
 class PackedStringColumn(StringColumn):
-    """Strings in memory as their joined UTF-8 bytes; file names that are not UTF-8 survive."""
+    """N strings as their joined UTF-8 bytes, in memory or mapped from a file.
 
-    def __init__(self, strings: Iterable[str]) -> None:
+    Args:
+        data: uint8; string i is the bytes [offsets[i], offsets[i + 1]).
+        offsets: int64 (N + 1,).
+        errors: what becomes of bytes that are not UTF-8, as :meth:`bytes.decode` has it.
+    """
+
+    def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64], errors: str = "replace") -> None:
+        self._data, self._offsets, self._errors = data, offsets, errors
+
+    @classmethod
+    def of(cls, strings: Iterable[str]) -> "PackedStringColumn":
+        """Join ``strings``; file names that are not UTF-8 survive."""
         encoded = [text.encode("utf-8", "surrogateescape") for text in strings]
-        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        self._ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets, "surrogateescape")
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._offsets) - 1
 
     def at(self, index: int) -> str:
         """Return string ``index``."""
-        piece = self._bytes[self._ends[index] : self._ends[index + 1]]
-        return piece.tobytes().decode("utf-8", "surrogateescape")
+        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
+        if not 0 <= first <= last:  # strings that lie in each other could be any multiple of the file's bytes
+            raise IntegrityError(f"a column of text is corrupt at row {index}; use another copy")
+        return bytes(self._data[first:last]).decode("utf-8", self._errors)
 
 
 class ComputedStrings(StringColumn):
@@ -88,7 +102,8 @@ def _digits(numbers: NDArray[np.int64], index: int) -> str:
 class ImageDataset(ABC):
     """Labelled images in a fixed order, whose labels are known without decoding any image.
 
-    Subclasses are sent to loader processes: they must pickle, and hold no open handle when they do.
+    A subclass defines :meth:`key`, and :meth:`picture`, or :meth:`image` where all images have one size. Subclasses are
+    sent to loader processes: they must pickle, and hold no open handle when they do.
 
     Attributes:
         source: the path or specification that the data set was opened from.
@@ -123,13 +138,14 @@ class ImageDataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @abstractmethod
     def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` as uint8 (3, H, W) RGB, of ``image_size`` where that is set.
+        """Return image ``index`` as uint8 (3, H, W) RGB: :meth:`picture`, resized when ``image_size`` is set.
 
         Raises:
             DataError: the image cannot be read; the message names its record.
         """
+        picture = self.picture(index)
+        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
     def picture(self, index: int) -> torch.Tensor:
         """Return image ``index`` as uint8 (3, H, W) in its stored size, or as :meth:`image` if it has none."""
@@ -163,11 +179,6 @@ class EncodedDataset(ImageDataset):
         """Return image ``index`` decoded, in its stored size."""
         return decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
 
-    def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` decoded, and resized when ``image_size`` is set."""
-        picture = self.picture(index)
-        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
-
 
 class FileDataset(EncodedDataset):
     """Image files; keys are their paths below ``folder``.
@@ -192,7 +203,7 @@ class FileDataset(EncodedDataset):
         may_leave: bool = False,
     ) -> None:
         super().__init__(str(folder), labels, class_names, image_size)
-        self.folder, self._paths = folder, PackedStringColumn(paths)
+        self.folder, self._paths = folder, PackedStringColumn.of(paths)
         self._below = None if may_leave else folder.resolve()
 
     def key(self, index: int) -> str:
@@ -240,6 +251,6 @@ def map_names(names: Sequence[str]) -> tuple[NDArray[np.int64], Sequence[str]]:
     if not all(_PLAIN_INTEGER(name) for name in names):
         classes = sorted(set(names))
         label_of = {name: label for label, name in enumerate(classes)}
-        return np.array([label_of[name] for name in names], dtype=np.int64), PackedStringColumn(classes)
+        return np.array([label_of[name] for name in names], dtype=np.int64), PackedStringColumn.of(classes)
     labels, values = map_numbers(np.array([int(name) for name in names], dtype=np.int64))
     return labels, number_names(values)

@@ -136,7 +136,7 @@ class FolderDataset(FileDataset):
             raise UsageError(_no_image_error(files))
         files.report()
         labels = np.repeat(np.arange(len(found), dtype=np.int64), [len(images) for images in found.values()])
-        super().__init__(folder, chain(*found.values()), labels, PackedStringColumn(found), image_size)
+        super().__init__(folder, chain(*found.values()), labels, PackedStringColumn.of(found), image_size)
         self.empty_classes, self.left_out = empty, dict(files.left_out)
 
 

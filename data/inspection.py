@@ -94,18 +94,15 @@ def _digest(dataset: ImageDataset, index: int) -> bytes:
 def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDArray[np.int64]) -> dict[str, Any]:
     """Find images with the bytes of an earlier one; broken images do not count."""
     intact = np.delete(np.arange(len(digests)), broken)
-    # A stable sort by content: equal contents become neighbours, the earliest image of each first.
-    order = intact[np.lexsort((digests[intact, 1], digests[intact, 0]))]
-    repeats = np.all(digests[order[1:]] == digests[order[:-1]], axis=1) if len(order) > 1 else np.zeros(0, bool)
-    first = np.concatenate([np.ones(min(len(order), 1), dtype=bool), ~repeats])
-    originals = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
-    later, earlier = order[~first], originals[~first]
-    listed = np.argsort(later)[:MAX_LISTED]
+    _, first, content = np.unique(digests[intact], axis=0, return_index=True, return_inverse=True)
+    originals = intact[first[content.reshape(-1)]]
+    later, earlier = intact[originals != intact], originals[originals != intact]
     return {
         "duplicates": len(later),
         "duplicates_across_classes": int(np.sum(dataset.labels[later] != dataset.labels[earlier])),
         "duplicate_images": [
-            {"key": dataset.key(int(later[row])), "same_as": dataset.key(int(earlier[row]))} for row in listed
+            {"key": dataset.key(int(image)), "same_as": dataset.key(int(original))}
+            for image, original in zip(later[:MAX_LISTED], earlier, strict=False)
         ],
     }
 

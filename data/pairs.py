@@ -295,45 +295,52 @@ class _PairSampler:
         self._rng, self._source = rng, source
         self._order = np.argsort(labels, kind="stable")
         counts = np.bincount(labels)
-        self._identities = np.flatnonzero(counts)
-        self._counts = counts[self._identities]
-        self._starts = (np.cumsum(counts) - counts)[self._identities]
+        self._counts = counts[counts > 0]  # of each identity
+        self._starts = np.cumsum(self._counts) - self._counts
+        self._ends = np.repeat(self._starts + self._counts, self._counts)  # one past each image's own identity
 
     def same(self, count: int) -> NDArray[np.int64]:
         """Draw ``count`` distinct pairs int64 (count, 2) of images of one identity."""
-        possible = int(np.sum(self._counts.astype(object) * (self._counts - 1) // 2))
-        several = np.flatnonzero(self._counts > 1)
-        if possible < count:
-            self._refuse(possible, count, "the same identity")
-        if possible < 4 * count:
-            return self._from_all_same(several, count)
-        return self._distinct(count, lambda n: self._draw_same(several, n))
+        following = np.arange(1, len(self._order) + 1)
+        return self._drawn(count, "the same identity", following, self._ends - following, self._draw_same)
 
     def different(self, count: int) -> NDArray[np.int64]:
         """Draw ``count`` distinct pairs int64 (count, 2) of images of two identities."""
-        images = len(self._order)
-        possible = (images**2 - int(np.sum(self._counts.astype(object) ** 2))) // 2
+        others = len(self._order) - self._ends
+        return self._drawn(count, "different identities", self._ends, others, self._draw_different)
+
+    def _drawn(
+        self,
+        count: int,
+        kind: str,
+        begin: NDArray[np.int64],
+        others: NDArray[np.int64],
+        draw: Callable[[int], NDArray[np.int64]],
+    ) -> NDArray[np.int64]:
+        """Draw pairs, where image p forms those with the images from begin[p] on, others[p] of them.
+
+        If nearly all are wanted, they are listed and chosen among: ``draw`` would mostly repeat itself. Otherwise it is
+        called until ``count`` pairs differ, which keep the order in which they first came.
+        """
+        possible = int(others.sum())
         if possible < count:
-            self._refuse(possible, count, "different identities")
+            raise UsageError(
+                f"{self._source} has {possible:,} pairs of {kind}, but {count:,} are requested; request fewer pairs"
+            )
         if possible < 4 * count:
-            return self._from_all_different(count)
-        return self._distinct(count, self._draw_different)
-
-    def _refuse(self, possible: int, count: int, kind: str) -> None:
-        raise UsageError(
-            f"{self._source} has {possible:,} pairs of {kind}, but {count:,} are requested; request fewer pairs"
-        )
-
-    def _distinct(self, count: int, draw: Callable[[int], NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Call ``draw`` until ``count`` pairs differ, keeping the order in which they first came."""
+            rows = np.repeat(np.arange(len(others)), others)
+            columns = begin[rows] + np.arange(possible) - np.repeat(np.cumsum(others) - others, others)
+            chosen = self._rng.permutation(possible)[:count]
+            listed: NDArray[np.int64] = self._order[np.stack([rows[chosen], columns[chosen]], axis=1)]
+            return listed
         pairs = np.empty((0, 2), dtype=np.int64)
         while len(pairs) < count:
             pairs = np.concatenate([pairs, np.sort(draw(count), axis=1)])
             pairs = pairs[np.sort(np.unique(pairs, axis=0, return_index=True)[1])]
         return pairs[:count]
 
-    def _draw_same(self, several: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        identity = self._rng.choice(several, count)
+    def _draw_same(self, count: int) -> NDArray[np.int64]:
+        identity = self._rng.choice(np.flatnonzero(self._counts > 1), count)
         first = self._rng.integers(self._counts[identity])
         other = self._rng.integers(self._counts[identity] - 1)
         positions = self._starts[identity][:, None] + np.stack([first, other + (other >= first)], axis=1)
@@ -346,22 +353,4 @@ class _PairSampler:
         identity = np.stack([first, other + (other >= first)], axis=1)
         positions = self._starts[identity] + self._rng.integers(self._counts[identity])
         pairs: NDArray[np.int64] = self._order[positions]
-        return pairs
-
-    def _from_all_same(self, several: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        """List all pairs and choose among them: drawing would mostly repeat itself when nearly all are requested."""
-        lists = []
-        for identity in several:
-            images = self._order[self._starts[identity] : self._starts[identity] + self._counts[identity]]
-            lists.append(images[np.stack(np.triu_indices(len(images), 1), axis=1)])
-        return self._rng.permutation(np.concatenate(lists))[:count]
-
-    def _from_all_different(self, count: int) -> NDArray[np.int64]:
-        images = len(self._order)
-        others_from = np.repeat(self._starts + self._counts, self._counts)  # images lie grouped by identity
-        others = images - others_from
-        rows = np.repeat(np.arange(images), others)
-        columns = others_from[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(others) - others, others)
-        chosen = self._rng.permutation(len(rows))[:count]
-        pairs: NDArray[np.int64] = self._order[np.stack([rows[chosen], columns[chosen]], axis=1)]
         return pairs

@@ -117,7 +117,7 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
         raise DataError(f'{label_map} has no list of names under "classes"; delete or correct it')
     if len(names) <= int(numbers[-1]):
         raise UsageError(f"{label_map} names {len(names)} classes, but {path} has a label {numbers[-1]}; delete it")
-    return PackedStringColumn(names[number] for number in numbers)
+    return PackedStringColumn.of(names[number] for number in numbers)
 
 
 def record_table(file: RecordFile) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import io
 import itertools
+import signal
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -65,4 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends other programs
     main()

@@ -28,19 +28,19 @@ from plsc.nearest import did_you_mean
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
 
-# arcface_torch's names, which answer a wrong name with the right one.
-_ARCFACE_TORCH_NAMES = {
-    "r18": "iresnet18",
-    "r34": "iresnet34",
-    "r50": "iresnet50",
-    "r100": "iresnet100",
-    "r200": "iresnet200",
-    "mbf": "mobilefacenet",
-    "mbf_large": "mobilefacenet_large",
-    "vit_t": "vit_tiny",
-    "vit_s": "vit_small",
-    "vit_b": "vit_base",
-    "vit_l": "vit_large",
+# What arcface_torch calls our backbones; people who ask for one leave out what follows _dp.
+ARCFACE_TORCH_NAMES = {
+    "iresnet18": "r18",
+    "iresnet34": "r34",
+    "iresnet50": "r50",
+    "iresnet100": "r100",
+    "iresnet200": "r200",
+    "mobilefacenet": "mbf",
+    "mobilefacenet_large": "mbf_large",
+    "vit_tiny": "vit_t",
+    "vit_small": "vit_s",
+    "vit_base": "vit_b",
+    "vit_large": "vit_l_dp005_mask_005",
 }
 
 
@@ -204,8 +204,8 @@ def _builder(name: str) -> Builder:
     for prefix, resolve in _prefixes.items():
         if name.startswith(prefix):
             return resolve(name.removeprefix(prefix))
-    synonym = _ARCFACE_TORCH_NAMES.get(name)
-    hint = f"; did you mean {synonym}?" if synonym else did_you_mean(name, list(_builders))
+    theirs = {known: ARCFACE_TORCH_NAMES.get(known, known).partition("_dp")[0] for known in _builders}
+    hint = did_you_mean(name, {known: (known, their) for known, their in theirs.items()})
     raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(_builders)}, timm:NAME)")
 
 

@@ -48,10 +48,10 @@ _UNKNOWN_UNITS = Units((), "no units are known")
 class Device:
     """The device of one rank.
 
-    ``products`` are FLOP/s that large products reach in each precision ("fp32", "tf32", "bf16", "fp16"), ``bandwidth``
-    bytes per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown), ``nvlink`` bytes
-    per second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused Triton kernels run,
-    ``units`` those for low precision.
+    ``products`` are FLOP/s that large products reach in each precision ("fp32", "tf32", "bf16", "fp16") that the device
+    has, ``bandwidth`` bytes per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown),
+    ``nvlink`` bytes per second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused
+    Triton kernels run, ``units`` those for low precision.
     """
 
     name: str
@@ -63,6 +63,10 @@ class Device:
     has_kernels: bool = True
     units: Units = _UNKNOWN_UNITS
 
+    def product_speed(self, precision: str) -> float:
+        """FLOP/s of large products; what the device has no units for is computed at the speed of fp32."""
+        return self.products.get(precision, self.products["fp32"])
+
 
 def _sheet(
     name: str,
@@ -72,24 +76,30 @@ def _sheet(
     fp32: float,
     terabytes_per_second: float,
     nvlink: float,
-    has_kernels: bool = True,
 ) -> Device:
-    tf32 = bf16 * TF32_SHARE if has_kernels else fp32
-    peaks = {"bf16": bf16, "fp16": fp16, "tf32": tf32, "fp32": fp32}
+    """Speeds of 0 are of units that the device lacks. TF32, and our kernels, came with those for bf16."""
+    has_kernels = bf16 > 0
+    peaks = {"bf16": bf16, "fp16": fp16, "tf32": bf16 * TF32_SHARE, "fp32": fp32}
+    precisions = tuple(key for key in ("bf16", "fp16") if peaks[key])
     return Device(
         name,
         "cuda",
-        {key: value * 1e12 * PRODUCT_SHARE for key, value in peaks.items()},
+        {key: value * 1e12 * PRODUCT_SHARE for key, value in peaks.items() if value},
         terabytes_per_second * 1e12 * COPY_SHARE,
         int(gigabytes * GIB * USABLE_SHARE),
         nvlink * 1e9,
         has_kernels,
-        Units(("bf16", "fp16"), name) if has_kernels else Units(("fp16",), f"{name} has no bf16 units"),
+        Units(precisions, name if has_kernels else lacking_units(name, precisions)),
     )
 
 
+def lacking_units(name: str, precisions: tuple[str, ...]) -> str:
+    """What a GPU before Ampere has no units for, in words."""
+    return f"{name} has no bf16 units" if precisions else f"{name} has units for neither bf16 nor fp16"
+
+
 # NVIDIA's data sheets: memory as sold, dense TFLOP/s with float32 sums, TB/s, NVLink GB/s per direction.
-# float32 is that of the CUDA cores, PyTorch's default. A V100 has no bfloat16 units: it computes that in float32.
+# float32 is that of the CUDA cores, PyTorch's default. A P100's float16 is twice as fast with sums in float16 alone.
 DEVICES = {
     device.name: device
     for device in (
@@ -100,7 +110,9 @@ DEVICES = {
         _sheet("a100-40gb", 40, 312, 312, 19.5, 1.555, 300),
         _sheet("l40s", 48, 362, 362, 91.6, 0.864, 0),
         _sheet("rtx4090", 24, 165, 165, 82.6, 1.008, 0),
-        _sheet("v100", 32, 15.7, 125, 15.7, 0.9, 150, has_kernels=False),
+        _sheet("v100", 32, 0, 125, 15.7, 0.9, 150),
+        _sheet("t4", 16, 0, 65, 8.1, 0.32, 0),
+        _sheet("p100", 16, 0, 0, 9.3, 0.732, 0),
         _sheet("a30", 24, 165, 165, 10.3, 0.933, 0),
         _sheet("a10", 24, 125, 125, 31.2, 0.6, 0),
         _sheet("rtx3090", 24, 71, 71, 35.6, 0.936, 0),
@@ -117,7 +129,7 @@ def measure_device() -> Device:
     side, copied = (8192, 2 << 30) if kind == "cuda" else (1024, 256 << 20)
     device = torch.device(kind)
     copy = copy_rate(copied, device)
-    products = {name: product_flops(side, name, device) for name in ("bf16", "fp16", "fp32", "tf32")}
+    products = {name: product_flops(side, name, device) for name in measured_precisions(device)}
     if kind == "cpu":
         return Device("this CPU, measured", kind, products, copy, units=low_precision_units(device))
     properties = torch.cuda.get_device_properties(0)
@@ -149,14 +161,21 @@ def low_precision_units(device: "torch.device") -> Units:
         name = f"sm_{major}{minor}"
         if major >= 8:
             return Units(("bf16", "fp16"), name)
-        if major == 7:
-            return Units(("fp16",), f"{name} has no bf16 units")
-        return Units((), f"{name} has units for neither bf16 nor fp16")
+        precisions = ("fp16",) if major == 7 else ()
+        return Units(precisions, lacking_units(name, precisions))
     names = [name for flag, name in _CPU_UNITS.items() if flag in cpu_flags()]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if names and limit in _ISAS_WITHOUT_BF16:
         return Units((), f"ONEDNN_MAX_CPU_ISA={limit} leaves out {names[0]}")
     return Units(("bf16",), names[0]) if names else Units((), "this CPU has no bf16 units")
+
+
+def measured_precisions(device: "torch.device") -> tuple[str, ...]:
+    """The precisions whose products are measured: those of a GPU's units and fp32; a CPU emulates what it lacks."""
+    if device.type != "cuda":
+        return "bf16", "fp16", "fp32"
+    precisions = low_precision_units(device).precisions
+    return (*precisions, *(("tf32",) if "bf16" in precisions else ()), "fp32")
 
 
 def shared_units(mesh: "Mesh") -> Units:
@@ -230,7 +249,7 @@ def peak_flops(device: "torch.device") -> Peak:
 
     sheet = known_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if sheet is not None:
-        return Peak(sheet.products[sheet.units.best] / PRODUCT_SHARE, sheet.units.best)
+        return Peak(sheet.product_speed(sheet.units.best) / PRODUCT_SHARE, sheet.units.best)
     tried = dict.fromkeys(("fp32", low_precision_units(device).best))
     return max(Peak(_measured_flops(str(device), precision), precision) for precision in tried)
 

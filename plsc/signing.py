@@ -17,11 +17,12 @@ A reader verifies the very bytes that it parses: a file is opened once, and a ma
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -66,11 +67,7 @@ def load_private_key(path: Path) -> "Ed25519PrivateKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    content = _key_bytes(path)
-    try:
-        key = load_pem_private_key(content, None)
-    except (ValueError, TypeError):  # TypeError: it is encrypted
-        key = None
+    key = _parsed(path, lambda content: load_pem_private_key(content, None))
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"{path} is no private key of ed25519 without a password; openssl genpkey -algorithm ed25519")
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -85,11 +82,7 @@ def load_public_key(path: Path) -> "Ed25519PublicKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    content = _key_bytes(path)
-    try:
-        key = load_pem_public_key(content)
-    except ValueError:
-        key = None
+    key = _parsed(path, load_pem_public_key)
     if not isinstance(key, Ed25519PublicKey):
         raise UsageError(f"{path} is no public key of ed25519; openssl pkey -in KEY -pubout -out {path}")
     return key
@@ -271,11 +264,13 @@ def _key_id(key: "Ed25519PublicKey") -> str:
     return hashlib.sha256(key.public_bytes_raw()).hexdigest()[:16]
 
 
-def _key_bytes(path: Path) -> bytes:
+def _parsed(path: Path, parse: Callable[[bytes], object]) -> object:
+    """The key in a PEM file; None where it is none, or is encrypted."""
     if not path.is_file():
         raise UsageError(f"there is no key {path}; openssl genpkey -algorithm ed25519 makes one")
-    with path.open("rb") as file:
-        return file.read(_LARGEST_KEY)
+    with path.open("rb") as file, contextlib.suppress(ValueError, TypeError):  # TypeError: it is encrypted
+        return parse(file.read(_LARGEST_KEY))
+    return None
 
 
 def _require_cryptography() -> None:

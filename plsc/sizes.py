@@ -88,13 +88,18 @@ def peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     On Linux from ``status``, since ru_maxrss would count the parent's memory before exec.
     """
     if status.exists():
-        return _entry(status, "VmHWM:") * 1024
+        return status_bytes("VmHWM", status)
     if sys.platform == "win32":
         return None
     import resource
 
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest if sys.platform == "darwin" else highest * 1024
+
+
+def status_bytes(name: str, status: Path = Path("/proc/self/status")) -> int:
+    """Return an amount of memory as Linux tells it of this process: VmRSS, VmHWM (the peak), RssAnon, VmData, …"""
+    return _entry(status, f"{name}:") * 1024
 
 
 def _entry(path: Path, name: str) -> int:

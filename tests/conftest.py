@@ -18,6 +18,7 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
 from support.interpreter import Interpreter  # noqa: E402
+from support.measured import Commands  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
 from support.rings import SecondRing  # noqa: E402
 from support.time_limit import time_limit  # noqa: E402
@@ -60,6 +61,14 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    """``commands(*words)``: what a plsc command in a fork did, and what it cost."""
+    running = Commands()
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -92,8 +92,6 @@ def test_the_recipes_on_the_page_are_the_shipped_ones() -> None:
         (["--backbone", "vit_h"], "arcface_torch's vit_h has no counterpart here"),
         (["--lr", "1"], "did you mean optim.lr?"),
         (["--learning_rate", "1"], "no key learning_rate; did you mean optim.lr?"),
-        (["--optim.leraning_rate", "1"], "no key optim.leraning_rate; did you mean optim.lr?"),
-        (["--nprco", "2"], "no key nprco; did you mean --nproc?"),
         (["--zzzz", "1"], "plsc train --list-keys lists every key"),
     ],
 )

@@ -31,10 +31,14 @@ def test_an_unknown_command_is_one_line(capsys):
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+ACTIONS = [f"data {action}" for action in ("convert", "check", "stats", "pairs", "align")]
+ACTIONS += [f"index {action}" for action in ("build", "search", "check")]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *ACTIONS])
 def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert stopped.value.code == 0
     assert "--json FILE" in capsys.readouterr().out
 

@@ -12,7 +12,6 @@ SMALL = "avatars_quickstart"
 # (arguments, exit code, what the line says). The folder that they run in is made by `here`.
 MISTAKES = [
     # words
-    ("trian", 2, "no command 'trian'; did you mean train?"),
     ("data chekc photos", 2, "there is no 'chekc'; did you mean check?"),
     ("index serach x", 2, "there is no 'serach'; did you mean search?"),
     ("gallery compakt x", 2, "there is no 'compakt'; did you mean compact?"),
@@ -26,7 +25,16 @@ MISTAKES = [
         2,
         "fine_tunes does not exist: name a TOML file, or a shipped configuration; did you mean fine",
     ),
+    ("bench head --contestants pfc", 2, "--contestants pfc: there is no such head; choose from floor, plsc, "),
+    ("bench train --contestants pfc", 2, "--contestants pfc: there is no such loop; choose from plsc, "),
+    ("bench search --contestants annoy", 2, "--contestants annoy: there is no such search; choose from plsc, "),
+    ("bench train --backbone r18", 2, "--backbone r18: choose from "),
+    ("bench serve --form text", 2, "invalid choice: 'text'"),
+    ("doctor --only lungs", 2, "invalid choice: 'lungs'"),
+    (f"plan {SMALL} --device abacus", 2, "--device abacus: it is one of b200, h200, h100, "),
+    (f"plan {SMALL} --strategy fspd", 2, '"fspd" is not one of ddp, zero1, fsdp, hsdp, auto; did you mean fsdp?'),
     # keys and values of a configuration
+    (f"plan {SMALL} --head.wieght_dtype bfloat16", 2, "no key head.wieght_dtype; did you mean head.weight_dtype?"),
     ("train typo.toml", 2, "typo.toml: there is no key optim.leraning_rate; did you mean optim.lr?"),
     (f"train {SMALL} --data.batchsize 3", 2, "no key data.batchsize; did you mean data.batch_size?"),
     (f"train {SMALL} --nprocs 3", 2, "there is no key nprocs; did you mean --nproc?"),
@@ -63,6 +71,10 @@ MISTAKES = [
     ("checkpoint info empty", 2, "empty holds no finished checkpoint; name a checkpoint, a run, or"),
     ("tokens list --file no.toml", 2, "there is no token file no.toml; make it with plsc tokens add"),
     ("serve --model broken.onnx --store s --calibration no.json", 1, "no.json does not exist; `plsc eval MODEL --data"),
+    ("bench head --partial-fc nowhere", 2, "--partial-fc nowhere: there is no partial_fc_v2.py in it"),
+    ("bench train --arcface-torch nowhere", 2, "--arcface-torch nowhere: there is no partial_fc_v2.py in it"),
+    ("bench train --baselines nowhere.py", 2, "--baselines nowhere.py: there is no such file"),
+    (f"plan {SMALL} --data.train nowhere.rec", 2, "nowhere.rec is not here to count its classes; give --classes C"),
     # amounts
     (f"train {SMALL} --nproc two", 2, "--nproc: 'two' is not a whole number"),
     (f"train {SMALL} --nproc 0", 2, "--nproc 0: at least one rank is needed"),
@@ -73,6 +85,17 @@ MISTAKES = [
     ("serve --model m.onnx --store s --threshold high", 2, "--threshold: 'high' is not a number"),
     ("serve --model m.onnx --store s --port 99999", 2, "--port 99999: a port lies between 0 and 65535"),
     ("eval broken.onnx --data photos --batch-size 0", 2, "--batch-size 0: it must be at least 1"),
+    (f"plan {SMALL} --classes 0", 2, "--classes 0: at least one is needed"),
+    (f"plan {SMALL} --images many", 2, "--images: 'many' is no count"),
+    (f"plan {SMALL} --gpus 0", 2, "--gpus 0: at least one is needed"),
+    (f"plan {SMALL} --gpu-memory much", 2, "write 80GB (as sold), 78GiB or 84e9 (bytes)"),
+    (f"plan {SMALL} --classes 10000000000", 1, "do not fit on 1 GPU of 78.0 GiB: stored as bfloat16"),
+    ("bench head --classes 0", 2, "--classes 0: it must be at least 1"),
+    ("bench head --sample-rate 1", 2, "--sample-rate 1: it must lie between 0 and 1"),
+    ("bench head --limit 0", 2, "--limit 0: it must be more than 0"),
+    ("bench search --batch 2000", 2, "--batch 2000: it must lie between 1 and 1024"),
+    ("bench serve --rounds x", 2, "--rounds: 'x' is not a whole number"),
+    ("doctor --limit 0", 2, "--limit 0: it must be more than 0"),
     # what does not go together
     ("eval broken.onnx", 2, "nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR"),
     (f"train {SMALL} --nnodes 2", 2, "--nnodes 2 needs --master-addr: the first machine's address"),
@@ -84,6 +107,11 @@ MISTAKES = [
     ),
     (f"train {SMALL} --parallel.tp 2", 2, "and backbone = 'resnet7' has none that it knows: set tp = 1, or take vit_*"),
     ("serve --model broken.onnx --store s --host 0.0.0.0", 2, "make some with plsc tokens add NAME --role search"),
+    ("bench head --contestants partial-fc", 2, "PartialFC_V2 needs --partial-fc FOLDER"),
+    ("bench train --contestants arcface-torch", 2, "PartialFC_V2 needs --arcface-torch FOLDER"),
+    (f"plan {SMALL} --gpus 8 --strategy hsdp --shard-ranks 3", 2, "shard_ranks"),
+    (f"plan {SMALL} --gpus 8 --strategy ddp --offload", 2, "parallel.offload"),
+    (f"plan {SMALL} --gpus 8 --strategy fsdp --comm-hook dgc", 2, "parallel.comm_hook"),
     (f"train {SMALL} --json empty", 2, "--json empty is a folder; name a file"),
 ]
 
@@ -112,7 +140,7 @@ def test_a_mistake_is_one_line_that_names_the_mend(
         assert main(words.split()) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"plsc{'' if words == 'trian' else ' ' + words.split()[0]}")
+    assert captured.err.startswith(f"plsc {words.split()[0]}")
     assert ": error: " in captured.err
     assert says in captured.err
     assert captured.err.count("\n") == 1

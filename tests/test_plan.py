@@ -379,27 +379,6 @@ def test_the_recommendation_is_toml_that_gives_it(tmp_path, capsys):
     assert "to change in the configuration" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--data.train", "nowhere.rec"], 2, "--classes"),
-        (["--classes", "0"], 2, "--classes 0"),
-        (["--classes", "2.5"], 2, "--classes: '2.5' is no count; write 2000000, 2M, 500k or 2e6"),
-        (["--images", "many"], 2, "--images: 'many' is no count"),
-        (["--classes", "10", "--gpus", "0"], 2, "--gpus 0"),
-        (["--classes", "10", "--gpu-memory", "much"], 2, "80GB"),
-        (["--classes", "10", "--device", "abacus"], 2, "h100"),
-        (["--classes", "10", "--head.wieght_dtype", "bfloat16"], 2, "head.weight_dtype"),
-        (["--classes", "10000000000"], 1, "--gpus"),
-    ],
-)
-def test_what_is_wrong_gets_one_line(arguments, code, says, capsys):
-    assert main(["plan", str(ROOT / "configs" / "avatars_quickstart.toml"), *arguments]) == code
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert says in error
-
-
 def test_a_driver_s_name_tells_the_data_sheet() -> None:
     sheets = {
         "NVIDIA A30": "a30",
@@ -411,3 +390,27 @@ def test_a_driver_s_name_tells_the_data_sheet() -> None:
     }
     found = {name: known_device(name) for name in sheets}
     assert {name: device.name if device else None for name, device in found.items()} == sheets
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "speed"), [("v100", "fp16", 125e12), ("t4", "fp16", 65e12), ("p100", "fp32", 9.3e12)]
+)
+def test_a_gpu_before_ampere_is_recommended_what_it_has(device: str, precision: str, speed: float) -> None:
+    hardware = Hardware(named_device(device), named_device(device).memory, Links(1e10, 1e10))
+    assert not {"bf16", "tf32"} & set(hardware.device.products)
+    assert max(hardware.device.products.values()) == pytest.approx(0.8 * speed)
+    config = settings("float32", "float32", head={"fp32_precision": "tf32"})  # and bf16
+    result = plan(config, 10_000, hardware)
+    asked, advised = result.configured.timing, result.advice.choice.timing
+    if precision == "fp16":
+        assert advised.parts["backbone, forward and backward"] < asked.parts["backbone, forward and backward"]
+    assert advised.parts["head, products"] == asked.parts["head, products"]  # in fp32 both
+    pasted = tomllib.loads(result.recommended_toml)
+    assert pasted["precision"] == precision
+    assert pasted["head"]["fp32_precision"] == "ieee"
+    assert f"precision = {precision} in place of bf16, head.fp32_precision = ieee in place of tf32" in as_text(result)
+    again = replace(config, precision="auto", head=replace(config.head, fp32_precision="ieee"))
+    assert "precision" not in plan(again, 10_000, hardware).advice.why
+    faster = with_speeds(hardware.device, 500.0, None).products
+    assert set(faster) == set(hardware.device.products)
+    assert max(faster.values()) == 500e12

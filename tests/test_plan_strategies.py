@@ -261,22 +261,6 @@ def test_the_command_resolves_auto(tmp_path, capsys):
     assert "backbone: hsdp, shard_ranks = 4, comm_hook bf16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--strategy", "hsdp", "--shard-ranks", "3"], "shard_ranks"),
-        (["--strategy", "ddp", "--offload"], "parallel.offload"),
-        (["--strategy", "fsdp", "--comm-hook", "dgc"], "parallel.comm_hook"),
-        (["--strategy", "fspd"], "fsdp"),
-    ],
-)
-def test_what_is_meaningless_is_refused_as_in_training(options, says, capsys):
-    assert main(["plan", "avatars_quickstart", "--gpus", "8", "--gpu-memory", "16GiB", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert says in error
-
-
 @pytest.mark.slow
 def test_a_run_resolves_auto_and_writes_what_it_chose(tmp_path):
     out = tmp_path / "run"

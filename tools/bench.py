@@ -31,12 +31,6 @@ _TRAINED: dict[str, dict[str, Any]] = {
 }
 _QUERIES = number(int, lambda value: 1 <= value <= 1024, "it must lie between 1 and 1024")  # plsc.bench.search.QUERIES
 _SHARE = number(float, lambda value: 0 < value < 1, "it must lie between 0 and 1")
-_TURN: dict[str, Any] = {
-    "type": above_0,
-    "default": 300.0,
-    "metavar": "S",
-    "help": "seconds that a turn may take (300)",
-}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,50 +65,44 @@ def _configure_steps(actions: Any) -> None:
     add("--arcface-torch", dest="peer", type=Path, metavar="FOLDER", help=peer)
     for command, unmeasured in ((head, "one that is"), (train, "two that are")):
         add = command.add_argument
-        add("--dim", type=positive, default=512, metavar="D", help="width of the embeddings (512)")
         add("--nproc", type=positive, metavar="N", help="ranks (2; on GPUs as many as there are)")
-        add("--threads", type=positive, default=1, metavar="T", help="CPU threads of a rank (1)")
-        add("--rounds", type=positive, default=2, metavar="N", help="turns of each (2)")
-        add(
-            "--steps",
-            type=positive,
-            default=3,
-            metavar="N",
-            help=f"measured steps of a turn, after {unmeasured} not (3)",
-        )
+        text = f"measured steps of a turn, after {unmeasured} not (3)"
+        add("--steps", type=positive, default=3, metavar="N", help=text)
         add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
-        add("--limit", **_TURN)
 
 
 def _configure_queries(actions: Any) -> None:
+    threads = min(2, os.cpu_count() or 1)
     text = "exact searches: queries per second, latency, memory"
-    search = _command(actions, "search", _search, text)
+    search = _command(actions, "search", _search, text, rounds=3, threads=threads)
     text = "the service: searches per second and latency over the callers"
-    serve = _command(actions, "serve", _serve, text)
+    serve = _command(actions, "serve", _serve, text, rounds=3, threads=threads, limit=900.0)
     for command, rows in ((search, "vectors searched"), (serve, "people in the gallery")):
-        add = command.add_argument
-        add("--rows", type=positive, default=200_000, metavar="N", help=f"{rows} (200000)")
-        add("--dim", type=positive, default=512, metavar="D", help="width of the embeddings (512)")
-        add("--threads", type=positive, default=min(2, os.cpu_count() or 1), metavar="T", help="CPU threads (2)")
-        add("--rounds", type=positive, default=3, metavar="N", help="turns of each (3)")
+        command.add_argument("--rows", type=positive, default=200_000, metavar="N", help=f"{rows} (200000)")
     add = search.add_argument
     add("--batch", type=_QUERIES, nargs="+", default=[1, 32, 256], metavar="B", help="queries in a search (1 32 256)")
     add("--seconds", type=above_0, default=1.0, metavar="S", help="seconds of each batch size in a turn (1)")
-    add("--limit", **_TURN)
     add = serve.add_argument
     add("--clients", type=_QUERIES, nargs="+", default=[1, 8, 32, 64], metavar="C", help="callers at once (1 8 32 64)")
     add("--seconds", type=above_0, default=3.0, metavar="S", help="seconds of each number of callers in a turn (3)")
     add("--form", choices=("vector", "vector_b64"), default="vector_b64", help="encoding of queries (vector_b64)")
-    add("--limit", type=above_0, default=900.0, metavar="S", help="seconds that a step may take (900)")
 
 
-def _command(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+def _command(
+    actions: Any, name: str, run: Any, text: str, *, rounds: int = 2, threads: int = 1, limit: float = 300.0
+) -> argparse.ArgumentParser:
+    """Declare a sub-command with the options that all have; the numbers are defaults."""
     command = add_action(actions, name, run, text)
-    command.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {name}.csv and {name}.png into it")
+    add = command.add_argument
+    add("--dim", type=positive, default=512, metavar="D", help="width of the embeddings (512)")
+    add("--threads", type=positive, default=threads, metavar="T", help="CPU threads of a process (%(default)d)")
+    add("--rounds", type=positive, default=rounds, metavar="N", help="turns of each (%(default)d)")
+    add("--limit", type=above_0, default=limit, metavar="S", help="seconds that a turn may take (%(default)g)")
+    add("--out", type=Path, metavar="FOLDER", help=f"write {name}.csv and {name}.png into it")
     if name != "serve":
-        command.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
+        add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
         text = "benchmarks/baselines.py of a checkout (found where plsc runs from one)"
-        command.add_argument("--baselines", type=Path, metavar="FILE", help=text)
+        add("--baselines", type=Path, metavar="FILE", help=text)
     return command
 
 

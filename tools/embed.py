@@ -31,6 +31,7 @@ from plsc.tools.entry import (
     add_verify_option,
     is_launched,
     launch_ranks,
+    natural,
     positive,
 )
 
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")
     add("--batch-size", type=positive, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)")
-    add("--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)")
+    add("--workers", type=natural, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)")
     add("--nproc", type=positive, default=1, metavar="N", help="processes, one per GPU where there are any (1)")
     text = f"what the model computes in; it is recorded {AUTO_PRECISION[:-1]}, so that scores agree; bf16 is faster on"
     add("--precision", choices=PRECISIONS, default="auto", help=f"{text} CPUs with AMX or AVX512-BF16)")
@@ -107,7 +108,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _report(summary: dict[str, Any]) -> None:
-    from plsc.embedding.preprocessing import warning_summary
+    from plsc.models.preprocessing import warning_summary
 
     rate = ""
     if summary["embedded"]:

@@ -150,7 +150,7 @@ def _search_service(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warn_of_pictures(queries: list[dict[str, Any]]) -> None:
-    from plsc.embedding.preprocessing import warning_summary
+    from plsc.models.preprocessing import warning_summary
 
     warnings = [(query["query"], query["warning"]) for query in queries if "warning" in query]
     if warnings:

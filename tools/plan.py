@@ -53,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--classes", metavar="C", type=_count, help=text)
     images = number(_count, lambda value: value >= 1, "at least one is needed")
     add("--images", metavar="N", type=images, help="images of an epoch, likewise")
-    add("--device", metavar="NAME", default="h100", help="h100 (default), h200, b200, a100, v100, …")
+    add("--device", metavar="NAME", default="h100", help="h100 (default), h200, b200, a100, v100, t4, …")
     add("--measure", action="store_true", help="measure the speeds of this machine instead")
-    add("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
+    add("--tflops", metavar="X", type=float, help="TFLOP/s that large products in 16 bits reach")
     add("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
     text = "inside a machine: nvlink (default, where there is one), pcie, or GB/s"
     add("--link", metavar="NAME|GB/s", help=text)

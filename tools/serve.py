@@ -255,7 +255,7 @@ def _embed_blank(embedder: "Embedder") -> None:
     """Resize and embed a blank picture, so that nobody's first request waits seconds for imports and compilation."""
     import torch
 
-    from plsc.data.codec import resize_image
+    from plsc.models.preprocessing import resize_image
 
     oblong = torch.zeros(3, 3, 1, dtype=torch.uint8)  # of no model's size: what fits is not resized
     embedder(resize_image(oblong, embedder.image_size, embedder.preprocessing.interpolation)[None])

@@ -18,7 +18,6 @@ import torch
 
 from plsc.data.avatars.drawing import draw_avatar
 from plsc.data.avatars.traits import Conditions, conditions_of, traits_of
-from plsc.data.codec import resize_image
 from plsc.data.dataset import ComputedStrings, ImageDataset
 from plsc.errors import UsageError
 from plsc.models.preprocessing import ImageSize, height_and_width
@@ -72,11 +71,6 @@ class AvatarDataset(ImageDataset):
         super().__init__(source, labels, names, image_size)
         self.first = first
         self.images_per_identity = images_per_identity
-
-    def image(self, index: int) -> torch.Tensor:
-        """Return picture `index` as uint8 (3, H, W) RGB: drawn as a square, and resized if that is no square."""
-        picture = self.picture(index)
-        return resize_image(picture, self.image_size or DEFAULT_SIZE, self.interpolation)
 
     def picture(self, index: int) -> torch.Tensor:
         """Draw picture `index`: a square with the longer side of ``image_size``."""

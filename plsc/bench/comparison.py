@@ -13,13 +13,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from plsc.bench.harness import Result, environment, failure, in_turn, measure_on_ranks, median, processor_name, summary
+import torch
+
+from plsc.bench.harness import (
+    PeakMemory,
+    Result,
+    be_rank,
+    environment,
+    failure,
+    in_turn,
+    measure_on_ranks,
+    median,
+    processor_name,
+    summary,
+    time_steps,
+)
 from plsc.errors import UsageError
+from plsc.parallel.mesh import Mesh, init
 from plsc.progress import Progress
 from plsc.sizes import available_bytes
 
-LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4  # of all steps
-SCALE, MARGIN = 64.0, 0.5  # of ArcFace
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}  # of all steps
+ARCFACE: dict[str, Any] = {"s": 64.0, "m": 0.5}
 ROOFLINE = "floor"  # measured beside the heads; its name in results and in --contestants
 BASELINES = Path(__file__).resolve().parents[2] / "benchmarks" / "baselines.py"  # of this checkout, if it is one
 _NOUNS = {"head": "head", "train": "loop", "search": "search"}
@@ -224,6 +239,33 @@ def result_row(
     every: dict[str, Any] = {"floor_share": None, **asdict(task), **row, **sizes, **about}
     measured = environment(processor_name() if task.device == "cpu" else None)
     return {**measured, **{column: every[column] for column in (*_COLUMNS[comparison.subject], "failed", "note")}}
+
+
+def measure_steps(
+    task: Task, mesh: Mesh, build: Callable[[Task, Mesh], Callable[..., Any]], batches: Sequence[Any], warm_up: int
+) -> dict[str, Any]:
+    """Make a step and call it with the parts of each of ``batches``; of these, the first ``warm_up`` do not count.
+
+    Returns:
+        Medians over the steps, ``cpu_s`` and ``wall_s``; ``memory_mib`` above what the rank held before the step was
+        made, and ``peak_mib`` with it; the ``loss`` of the first step.
+    """
+    memory = PeakMemory(mesh.device)
+    step = build(task, mesh)
+    loss, *_ = [float(step(*batch)) for batch in batches[:warm_up]]
+    times: dict[str, Any] = time_steps(lambda batch: step(*batch), batches[warm_up:], mesh.device)
+    return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
+
+
+def be_contestant(measure: Callable[[Task, Mesh], dict[str, Any]]) -> None:
+    """Be a rank that ``measure`` is called on, see :func:`plsc.bench.harness.be_rank`."""
+
+    def measure_task(values: dict[str, Any]) -> dict[str, Any]:
+        task = Task(**values)
+        torch.set_num_threads(task.threads)
+        return measure(task, init(None if task.device == "cuda" else "cpu"))
+
+    be_rank(measure_task)
 
 
 def is_ours(name: str) -> bool:

@@ -24,7 +24,7 @@ from plsc.files import atomic_write, read_json, write_json
 from plsc.parallel.launch import rank_environment
 from plsc.parallel.mesh import shutdown
 from plsc.progress import Progress
-from plsc.sizes import peak_resident_bytes
+from plsc.sizes import peak_resident_bytes, status_bytes
 
 Result = Mapping[str, Any]  # figures of one turn, or {"reason": why there are none}
 Batch = TypeVar("Batch")
@@ -227,7 +227,7 @@ class PeakMemory:
             return
         with contextlib.suppress(OSError):
             _RESET_PEAK.write_text("5")  # VmHWM restarts at the present resident set: proc(5)
-        self.before = _status_mib("VmRSS") if _STATUS.exists() else _high_water_mib()
+        self.before = status_bytes("VmRSS") / MIB if _STATUS.exists() else _high_water_mib()
 
     def above(self) -> float:
         """Return the peak in MiB, less what was held at construction."""
@@ -251,17 +251,12 @@ def limit_allocations(more: int) -> None:
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    wanted = int(_status_mib("VmData") * MIB) + more
+    wanted = status_bytes("VmData") + more
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def _high_water_mib() -> float:
     return (peak_resident_bytes() or 0) / MIB
-
-
-def _status_mib(field: str) -> float:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) / 1024
 
 
 # Results ------------------------------------------------------------------------------------------------------------

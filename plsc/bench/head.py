@@ -15,24 +15,23 @@ import torch
 from torch import Tensor
 
 from plsc.bench.comparison import (
-    LR,
-    MARGIN,
-    MOMENTUM,
+    ARCFACE,
     ROOFLINE,
-    SCALE,
-    WEIGHT_DECAY,
+    SGD,
     Contestant,
     Task,
     all_contestants,
+    be_contestant,
     is_sampled,
+    measure_steps,
 )
-from plsc.bench.harness import PeakMemory, be_rank, limit_allocations, time_steps
+from plsc.bench.harness import limit_allocations
 from plsc.head import ShardedHead
 from plsc.head.class_table import class_range
 from plsc.losses import ArcFace
 from plsc.optim import HeadSGD
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.mesh import Mesh, init
+from plsc.parallel.mesh import Mesh
 
 Step = Callable[[Tensor, Tensor], Tensor]  # embeddings (b, D) that require a gradient, labels (b,) -> loss
 
@@ -61,9 +60,9 @@ def training_step(loss_of: Step, optimizer: torch.optim.Optimizer) -> Step:
 
 def _sharded_head(weight: str, momentum: str | None, task: Task, mesh: Mesh) -> Step:
     rate = task.sample_rate if is_sampled(task.contestant) else 1.0
-    margin = ArcFace(s=SCALE, m=MARGIN)
+    margin = ArcFace(**ARCFACE)
     head = ShardedHead(task.dim, task.classes, mesh, margin, rate, weight_dtype=weight, momentum_dtype=momentum)
-    optimizer = HeadSGD(head, lr=LR, momentum=MOMENTUM if momentum is not None else 0.0, weight_decay=WEIGHT_DECAY)
+    optimizer = HeadSGD(head, **SGD if momentum is not None else {**SGD, "momentum": 0.0})
     return training_step(head, optimizer)
 
 
@@ -71,12 +70,7 @@ def _sharded_head(weight: str, momentum: str | None, task: Task, mesh: Mesh) -> 
 
 
 def measure_head(task: Task, mesh: Mesh) -> dict[str, Any]:
-    """Measure one head on this rank.
-
-    Returns:
-        Medians over the steps, ``cpu_s`` and ``wall_s``; ``memory_mib`` above what the rank held before the head was
-        made, and ``peak_mib`` with it; the ``loss`` of the first step.
-    """
+    """Measure one head on this rank; the figures are those of :func:`plsc.bench.comparison.measure_steps`."""
     build = all_contestants("head", HEADS, task.baselines)[task.contestant].build
     # What libraries load, compile or allocate at their first call belongs to them, not to this head's tables.
     rehearsal = replace(task, classes=min(task.classes, _REHEARSAL_CLASSES))
@@ -85,11 +79,7 @@ def measure_head(task: Task, mesh: Mesh) -> dict[str, Any]:
     if task.memory_bytes is not None:
         limit_allocations(task.memory_bytes)
     batches = [_batch(task, mesh, number) for number in range(task.steps + 1)]
-    memory = PeakMemory(mesh.device)
-    step = build(task, mesh)
-    loss = float(step(*batches[0]))
-    times: dict[str, Any] = time_steps(lambda batch: step(*batch), batches[1:], mesh.device)
-    return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
+    return measure_steps(task, mesh, build, batches, warm_up=1)
 
 
 def _batch(task: Task, mesh: Mesh, number: int) -> tuple[Tensor, Tensor]:
@@ -174,12 +164,5 @@ HEADS = {
 }
 
 
-def _measure(values: dict[str, Any]) -> dict[str, Any]:
-    task = Task(**values)
-    torch.set_num_threads(task.threads)
-    mesh = init(None if task.device == "cuda" else "cpu")
-    return (measure_roofline if task.contestant == ROOFLINE else measure_head)(task, mesh)
-
-
 if __name__ == "__main__":
-    be_rank(_measure)
+    be_contestant(lambda task, mesh: (measure_roofline if task.contestant == ROOFLINE else measure_head)(task, mesh))

@@ -11,20 +11,19 @@ from torch import Tensor
 
 from plsc import config as configuration
 from plsc.bench.comparison import (
-    LR,
-    MARGIN,
-    MOMENTUM,
-    SCALE,
-    WEIGHT_DECAY,
+    ARCFACE,
+    SGD,
     Contestant,
     Task,
     all_contestants,
+    be_contestant,
+    measure_steps,
 )
-from plsc.bench.harness import PeakMemory, be_rank, limit_allocations, time_steps
+from plsc.bench.harness import limit_allocations
 from plsc.data.dataset import ImageDataset
 from plsc.models.preprocessing import height_and_width
 from plsc.native.allocator import keep_freed_memory
-from plsc.parallel.mesh import Mesh, init
+from plsc.parallel.mesh import Mesh
 from plsc.train.components import build
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper
 
@@ -63,13 +62,10 @@ def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Ste
         "data.batch_size": task.batch,
         "data.workers": 0,
         "head.margin": "arcface",
-        "head.s": SCALE,
-        "head.m": MARGIN,
+        **{f"head.{name}": value for name, value in ARCFACE.items()},
         "head.weight_dtype": weight_dtype,
         "head.momentum_dtype": momentum_dtype,
-        "optim.lr": LR,
-        "optim.momentum": MOMENTUM,
-        "optim.weight_decay": WEIGHT_DECAY,
+        **{f"optim.{name}": value for name, value in SGD.items()},
         "optim.clip_norm": CLIP_NORM,
     }
     stepper = Stepper(build(configuration.load(None, keys), _BlankImages(task), mesh))
@@ -97,24 +93,14 @@ LOOPS = {
 
 
 def measure_loop(task: Task, mesh: Mesh) -> dict[str, Any]:
-    """Measure one loop on this rank.
-
-    Returns:
-        Medians over the steps, ``cpu_s`` and ``wall_s``; ``memory_mib`` above what the rank held before backbone and
-        head were made, and ``peak_mib`` with it; the ``loss`` of the first step.
-    """
+    """Measure one loop on this rank; the figures are those of :func:`plsc.bench.comparison.measure_steps`."""
     loop = all_contestants("train", LOOPS, task.baselines)[task.contestant]
     if task.memory_bytes is not None:
         limit_allocations(task.memory_bytes)
     assert loop.prepare is not None
-    batches = [loop.prepare(_batch(task, mesh, number), mesh) for number in range(task.steps + _WARM_UP_STEPS)]
-    memory = PeakMemory(mesh.device)
-    step = loop.build(task, mesh)
-    loss = step(batches[0])
-    for batch in batches[1:_WARM_UP_STEPS]:
-        step(batch)
-    times: dict[str, Any] = time_steps(step, batches[_WARM_UP_STEPS:], mesh.device)
-    return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
+    count = task.steps + _WARM_UP_STEPS
+    batches = [(loop.prepare(_batch(task, mesh, number), mesh),) for number in range(count)]
+    return measure_steps(task, mesh, loop.build, batches, _WARM_UP_STEPS)
 
 
 def _batch(task: Task, mesh: Mesh, number: int) -> Images:
@@ -124,11 +110,5 @@ def _batch(task: Task, mesh: Mesh, number: int) -> Images:
     return images, torch.randint(task.classes, (task.batch,), generator=generator)
 
 
-def _measure(values: dict[str, Any]) -> dict[str, Any]:
-    task = Task(**values)
-    torch.set_num_threads(task.threads)
-    return measure_loop(task, init(None if task.device == "cuda" else "cpu"))
-
-
 if __name__ == "__main__":
-    be_rank(_measure)
+    be_contestant(measure_loop)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plsc.devices import low_precision_speed, low_precision_units
-from plsc.doctor.report import Line, absent, checked, failed, found
+from plsc.doctor.report import Line, Tick, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
 from plsc.head.backends.products import Fp32Precision
@@ -27,13 +27,12 @@ from plsc.head.backends.self_check import (
 from plsc.head.backends.triton_backend import is_interpreted, runs_on
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
+from plsc.index import faiss_gpu
 from plsc.index.scan import PRECISIONS, ExactScan
 from plsc.losses.margins import ArcFace
 from plsc.native import build, head_kernels
 from plsc.optim.head_optimizers import HeadAdamW, HeadSGD
 from plsc.parallel.mesh import Mesh
-
-Tick = Callable[[str], None]
 
 _STORAGES = {"float32": ("float32", "float32"), "bfloat16 + int8": ("bfloat16", "int8")}
 _USUAL = {torch.float32: "SGD, float32 momentum", torch.bfloat16: "SGD, int8 momentum"}
@@ -56,7 +55,13 @@ def chosen(device: torch.device) -> list[Line]:
         scan = ExactScan(rows, precision=precision, device=device.type)
         where = "by torch" if scan.backend == "torch" else f"compiled for {scan.products}"
         lines.append(found(f"search, {precision}", f"{scan.backend} scan, {where}, on {device.type}"))
-    return [*lines, _precision(device)]
+    return [*lines, _index_building(), _precision(device)]
+
+
+def _index_building() -> Line:
+    """Where the cells of approximate indexes are found."""
+    reason = faiss_gpu.why_not()
+    return found("index building", "by faiss on the GPU" if reason is None else f"by faiss on the CPU: {reason}")
 
 
 def _precision(device: torch.device) -> Line:
@@ -99,7 +104,8 @@ def head(device: torch.device, tick: Tick) -> list[Line]:
 
 def _storages(device: torch.device) -> list[Shard]:
     """A table of each kind, whose size is yet to be chosen."""
-    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if device.type == "cuda" else ("ieee",)
+    has_units = device.type == "cuda" and "bf16" in low_precision_units(device).precisions
+    precisions: tuple[Fp32Precision, ...] = ("ieee", "tf32", "bf16x3") if has_units else ("ieee",)
     float32 = [Shard(device, torch.float32, 0, fp32_precision=precision) for precision in precisions]
     return [*float32, Shard(device, torch.bfloat16, 0)]
 

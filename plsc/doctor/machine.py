@@ -163,15 +163,30 @@ def devices() -> list[Line]:
     """The GPUs that torch sees, and the links between them and to the host."""
     if not torch.cuda.is_available():
         return [absent("GPUs", "none")]
-    return [*(_gpu(index) for index in range(torch.cuda.device_count())), *_links()]
+    return [*(line for index in range(torch.cuda.device_count()) for line in _gpu(index)), *_links()]
 
 
-def _gpu(index: int) -> Line:
+def _gpu(index: int) -> Iterator[Line]:
     properties = torch.cuda.get_device_properties(index)
     capability = torch.cuda.get_device_capability(index)
     free, total = torch.cuda.mem_get_info(index)
     text = f"{properties.name}, sm_{capability[0]}{capability[1]}, {total / _GIB:.1f} GiB, {free / _GIB:.1f} free"
-    return found(f"GPU {index}", text, device=properties.name, capability=list(capability), total=total, free=free)
+    yield found(f"GPU {index}", text, device=properties.name, capability=list(capability), total=total, free=free)
+    built = torch.cuda.get_arch_list()
+    if built and not any(_runs(architecture, capability) for architecture in built):
+        text = f"this torch has code for {', '.join(built)}, and none for sm_{capability[0]}{capability[1]}"
+        advice = "install a torch for this GPU: torch 2.11 to 2.14 built for CUDA 12.6 have code for P100 and V100"
+        yield failed(f"GPU {index}, code", text, advice)
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for ``sm_MN`` runs, or that of ``compute_MN`` is compiled, on a GPU of this capability."""
+    kind, _, digits = architecture.rstrip("af").partition("_")
+    number = re.fullmatch(r"(\d+)(\d)", digits)
+    if number is None:
+        return True  # of a kind that is not known here: no reason to complain
+    major, minor = int(number[1]), int(number[2])
+    return (major, minor) <= capability if kind == "compute" else major == capability[0] and minor <= capability[1]
 
 
 def _links() -> Iterator[Line]:

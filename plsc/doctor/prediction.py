@@ -1,6 +1,5 @@
 """What ``plsc plan`` predicts of the class head at a small size, beside what it takes on this device."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +9,7 @@ from plsc.bench.harness import MIB
 from plsc.bench.head import measure_head
 from plsc.config import Config
 from plsc.devices import Device
-from plsc.doctor.report import Line, checked, failed, found
+from plsc.doctor.report import Line, Tick, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.sharded_head import ShardedHead
 from plsc.optim.head_optimizers import HeadSGD
@@ -18,8 +17,6 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.memory import head_memory
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.timing import head_seconds
-
-Tick = Callable[[str], None]
 
 _DIM = 512
 _SIZES = {"cpu": (20_000, 64), "cuda": (1_000_000, 1024)}  # classes, samples

@@ -6,13 +6,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plsc.devices import Device, copy_rate, known_device, product_flops, shortest_seconds
-from plsc.doctor.report import Line, absent, checked, failed, found
+from plsc.devices import (
+    Device,
+    copy_rate,
+    known_device,
+    low_precision_units,
+    measured_precisions,
+    product_flops,
+    shortest_seconds,
+)
+from plsc.doctor.report import Line, Tick, absent, checked, failed, found
 from plsc.errors import first_line
+from plsc.head.backends.triton_backend import runs_on
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
-
-Tick = Callable[[str], None]
 
 _SIDE = {"cpu": 512, "cuda": 8192}  # of square factors
 _COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes, beyond any cache
@@ -28,11 +35,12 @@ def device_rates(device: torch.device, tick: Tick) -> tuple[list[Line], Device]:
     known = known_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     speeds: dict[str, float] = {}
     lines = []
-    for name in ("bf16", "tf32", "fp32"):
+    own = measured_precisions(device)
+    for name in ("bf16", "tf32", "fp32") if "bf16" in own else ("bf16", "fp16", "tf32", "fp32"):
         label = f"product, {name}"
         tick(label)
-        if name == "tf32" and device.type != "cuda":
-            lines.append(absent(label, "exists on GPUs only"))
+        if name not in own:
+            lines.append(absent(label, low_precision_units(device).reason if device.type == "cuda" else "on GPUs only"))
             continue
         speeds[name] = product_flops(_SIDE[device.type], name, device, _LEAST_SECONDS)
         lines.append(_rate(label, speeds[name], 1e12, "TFLOP/s", known.products.get(name) if known else None))
@@ -41,8 +49,8 @@ def device_rates(device: torch.device, tick: Tick) -> tuple[list[Line], Device]:
     lines.append(_rate("memory, copy", bandwidth, 1e9, "GB/s", known.bandwidth if known else None))
     tick("bus")
     lines += _bus(device)
-    products = {**speeds, "fp16": speeds["bf16"], "tf32": speeds.get("tf32", speeds["fp32"])}
-    return lines, Device("this device, measured", device.type, products, bandwidth, has_kernels=device.type == "cuda")
+    products = {"fp16": speeds["bf16"], **speeds} if "bf16" in speeds else speeds
+    return lines, Device("this device, measured", device.type, products, bandwidth, has_kernels=runs_on(device))
 
 
 def _rate(name: str, value: float, unit: float, unit_name: str, planned: float | None) -> Line:

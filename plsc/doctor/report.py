@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -10,6 +10,7 @@ from typing import Any, Literal, TextIO
 from plsc.progress import printable
 
 State = Literal["ok", "FAIL", "-"]
+Tick = Callable[[str], None]  # is told what is being looked at, so that a rank that hangs can be named
 _COLOURS = {"ok": "\033[32m", "FAIL": "\033[1;31m", "-": "\033[2m"}
 _PLAIN = "\033[0m"
 _CLEARED = "\r\033[K"  # the line in which the cursor stands

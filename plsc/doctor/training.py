@@ -1,12 +1,11 @@
 """A few training steps on all ranks: repeated bit by bit, and beside the same in float64 in one piece."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from plsc.doctor.report import Line, checked, failed
+from plsc.doctor.report import Line, Tick, checked, failed
 from plsc.errors import first_line
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import CosFace
@@ -14,8 +13,6 @@ from plsc.optim.head_optimizers import HeadSGD
 from plsc.parallel.collectives import all_gather_rows
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.ddp import data_parallel
-
-Tick = Callable[[str], None]
 
 _INPUTS, _HIDDEN, _DIM, _CLASSES, _BATCH, _STEPS = 24, 48, 64, 403, 16, 4
 _S, _M = 16.0, 0.2

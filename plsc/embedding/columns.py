@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from plsc.data.dataset import StringColumn
+from plsc.data.dataset import PackedStringColumn, StringColumn
 from plsc.errors import IntegrityError, first_line
 from plsc.files import pinned
 
@@ -70,23 +70,6 @@ def is_of_file(array: Any, descriptor: int) -> bool:
     return mapped is None or os.path.samestat(mapped, os.fstat(descriptor))
 
 
-class MappedStringColumn(StringColumn):
-    """N strings in memory-mapped UTF-8, each decoded when it is indexed."""
-
-    def __init__(self, data: Array, offsets: Array) -> None:
-        self._data, self._offsets = data, offsets
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def at(self, index: int) -> str:
-        """Return string ``index``."""
-        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
-        if not 0 <= first <= last:  # strings that lie in each other could be any multiple of the file's bytes
-            raise IntegrityError(f"a column of text is corrupt at row {index}; use another copy")
-        return bytes(self._data[first:last]).decode("utf-8", errors="replace")
-
-
 class ChainedStringColumn(StringColumn):
     """Several string sequences one behind the other, as one."""
 
@@ -129,7 +112,7 @@ def _write_length(file: BinaryIO, count: int) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
-def open_strings(files: Callable[[str], Path | BinaryIO], name: str, count: int) -> MappedStringColumn:
+def open_strings(files: Callable[[str], Path | BinaryIO], name: str, count: int) -> PackedStringColumn:
     """Open a string column of ``count`` strings; ``files`` gives its files by their names.
 
     Raises:
@@ -137,4 +120,4 @@ def open_strings(files: Callable[[str], Path | BinaryIO], name: str, count: int)
     """
     data_file, offsets_file = string_files(name)
     offsets = open_array(files(offsets_file), (count + 1,), "int64")
-    return MappedStringColumn(open_array(files(data_file), (int(offsets[-1]),), "uint8"), offsets)
+    return PackedStringColumn(open_array(files(data_file), (int(offsets[-1]),), "uint8"), offsets)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from plsc.devices import shared_units
-from plsc.embedding.preprocessing import contract_id, state_digest
 from plsc.errors import DataError, UsageError
 from plsc.files import read_json
 from plsc.models import Backbone, load_model
-from plsc.models.preprocessing import Preprocessing, height_and_width
+from plsc.models.preprocessing import Preprocessing, contract_id, height_and_width, state_digest
 from plsc.parallel import Mesh
 from plsc.progress import log_once
 

@@ -24,6 +24,7 @@ from plsc.embedding.program import open_program, save_program
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
+from plsc.models.backbone import ARCFACE_TORCH_NAMES
 from plsc.models.preprocessing import Preprocessing
 
 CPU = torch.device("cpu")
@@ -31,19 +32,6 @@ BATCH_AXIS = "batch"
 CHECKED_BATCHES = (1, 2, 5)  # a batch that the exporter fixed by mistake shows at another size
 TOLERANCE = 1e-4  # of the largest value in the embeddings
 
-ARCFACE_TORCH_NAMES = {
-    "iresnet18": "r18",
-    "iresnet34": "r34",
-    "iresnet50": "r50",
-    "iresnet100": "r100",
-    "iresnet200": "r200",
-    "mobilefacenet": "mbf",
-    "mobilefacenet_large": "mbf_large",
-    "vit_tiny": "vit_t",
-    "vit_small": "vit_s",
-    "vit_base": "vit_b",
-    "vit_large": "vit_l_dp005_mask_005",
-}
 ARCFACE_TORCH_SIZE = 112
 
 

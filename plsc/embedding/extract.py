@@ -84,14 +84,14 @@ def extract(
     Returns:
         The same on every rank: "rows", "errors", "first_errors" (at most 10 of {"key", "error"}), "embedded" (in this
         call), "warnings" (their number in this call), "first_warnings" (at most 10 of {"key", "warning"}: see
-        :func:`plsc.embedding.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
+        :func:`plsc.models.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
         "model"; None if there was nothing to do).
 
     Raises:
         UsageError: the folder cannot be taken, or was begun with another model, data or settings.
         DataError: no image at all could be embedded; nothing is written then.
     """
-    _check(embedder, dataset, batch_size, workers)
+    _check(embedder, dataset)
     settings = {
         "contract_id": contract_of(embedder, flip),
         "data_id": data_id(dataset),
@@ -148,11 +148,7 @@ def data_id(dataset: ImageDataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(embedder: Embedder, dataset: ImageDataset, batch_size: int, workers: int) -> None:
-    if batch_size < 1:
-        raise UsageError(f"batch size {batch_size}: at least 1 is needed")
-    if workers < 0:
-        raise UsageError(f"{workers} workers: 0 or more are needed")
+def _check(embedder: Embedder, dataset: ImageDataset) -> None:
     if not len(dataset):
         raise UsageError(f"{dataset.source} holds no images")
     if dataset.image_size != embedder.image_size:

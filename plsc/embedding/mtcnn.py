@@ -31,6 +31,7 @@ from torch.nn.functional import softmax
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import resize_image
 
 LONGEST_SIDE = 1024  # pixels; larger pictures are scaled down for the search
 SMALLEST_FACE = 20  # pixels of the picture that is searched, and at least the following share of its longest side
@@ -77,8 +78,6 @@ class MtcnnDetector(Detector):
     @torch.inference_mode()
     def find(self, image: Tensor) -> list[Face]:
         """See :meth:`Detector.find`."""
-        from plsc.data.codec import resize_image
-
         height, width = image.shape[1:]
         factor = min(LONGEST_SIDE / max(height, width), 1.0)
         sides = max(round(height * factor), 1), max(round(width * factor), 1)
@@ -188,8 +187,6 @@ def _pool(kernel: int) -> nn.Module:
 
 def _pyramid(picture: Tensor) -> Iterator[Tensor]:
     """``picture`` uint8 (3, H, W) in the sizes in which a cell of the first network covers a face."""
-    from plsc.data.codec import resize_image
-
     height, width = picture.shape[1:]
     scale = CELL / max(SMALLEST_FACE, SMALLEST_SHARE * max(height, width))
     while min(height, width) * scale >= CELL:

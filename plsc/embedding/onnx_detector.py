@@ -31,6 +31,7 @@ from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
 from plsc.embedding.trial import Inputs, require_trial
 from plsc.errors import DataError
+from plsc.models.preprocessing import resize_image
 from plsc.signing import MODEL, is_asked_for, read_signed
 
 STRIDES = (8, 16, 32)
@@ -232,8 +233,6 @@ def _input_of(
 
 def _letterboxed(image: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, Float32]:
     """``image`` scaled to fit (3, height, width), black to the right or below, and the scale (2,) of x and y."""
-    from plsc.data.codec import resize_image
-
     rows, columns = image.shape[1:]
     factor = min(height / rows, width / columns)
     fitted = (max(round(rows * factor), 1), max(round(columns * factor), 1))

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph, open_session, run_session
-from plsc.embedding.preprocessing import stated_contract
 from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
-from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
+from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width, stated_contract
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.signing import MODEL, is_asked_for, read_signed
 

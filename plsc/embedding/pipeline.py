@@ -19,13 +19,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from plsc.data import ImageDataset
-from plsc.data.codec import resize_image
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.embedding.columns import Array, Float32, Mask
 from plsc.embedding.embedder import Embedder, embed_images
-from plsc.embedding.preprocessing import picture_warnings, warning_summary
 from plsc.errors import DataError, PlscError
-from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing
+from plsc.models.preprocessing import (
+    BILINEAR,
+    ImageSize,
+    Preprocessing,
+    picture_warnings,
+    resize_image,
+    warning_summary,
+)
 from plsc.parallel.collectives import all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
 from plsc.progress import Progress, note
@@ -281,7 +286,7 @@ def decode_loader(
 
     Returns:
         A loader of :class:`Batch`; an image with an error is black. Warnings are the first of
-        :func:`plsc.embedding.preprocessing.picture_warnings`.
+        :func:`plsc.models.preprocessing.picture_warnings`.
     """
     requests = [
         range(start, min(start + batch_size, stop))

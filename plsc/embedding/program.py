@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.embedding.preprocessing import stated_contract
 from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
-from plsc.models.preprocessing import Preprocessing
+from plsc.models.preprocessing import Preprocessing, stated_contract
 from plsc.models.torch_files import archive_names
 from plsc.signing import MODEL, is_asked_for, read_signed
 

@@ -9,7 +9,7 @@ import torch
 
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
-from plsc.data.codec import resize_image, to_rgb_tensor
+from plsc.data.codec import to_rgb_tensor
 from plsc.data.dataset import FileDataset
 from plsc.data.folder import PictureFiles
 from plsc.errors import UsageError
@@ -59,11 +59,6 @@ class ImageList(ImageDataset):
         for index, image in enumerate(images):
             if not isinstance(image, str | Path | bytes):  # files are read when they are embedded
                 to_rgb_tensor(image, self.key(index))
-
-    def image(self, index: int) -> torch.Tensor:
-        """Image ``index`` as uint8 (3, H, W), resized when ``image_size`` is set."""
-        picture = self.picture(index)
-        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
     def picture(self, index: int) -> torch.Tensor:
         """Image ``index`` in its own size."""

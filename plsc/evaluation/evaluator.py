@@ -14,7 +14,6 @@ from torch.nn.functional import adaptive_avg_pool2d
 from plsc.data import decode_image, open_dataset, read_pairs
 from plsc.embedding.columns import Int64, Mask
 from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
-from plsc.errors import DataError
 from plsc.evaluation.pairs import squared_distances, ten_folds, unit_rows_float32
 from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_from_scores, roc_summary, sample_identities
 from plsc.evaluation.search import identification, no_retrieval, retrieval
@@ -154,13 +153,8 @@ def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
     """
     if Path(source).suffix == ".bin":
         pairs = read_pairs(Path(source))
-        is_same = np.asarray(pairs.is_same, dtype=bool)
-        if len(pairs.images) != 2 * is_same.size or not is_same.size:
-            raise DataError(f"{source} holds {len(pairs.images)} images for {is_same.size} pairs; each pair needs two")
-        return EvaluationSet(name, PairImages(source, pairs.images), is_same=is_same)
+        return EvaluationSet(name, PairImages(source, pairs.images), is_same=pairs.is_same)
     dataset = open_dataset(source, image_size=image_size)
-    if not len(dataset):
-        raise DataError(f"{source} holds no image")
     return EvaluationSet(name, dataset, labels=dataset.labels)
 
 

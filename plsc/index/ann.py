@@ -22,6 +22,7 @@ import numpy as np
 
 from plsc.errors import IntegrityError, UsageError, first_line
 from plsc.files import pinned_folder
+from plsc.index import faiss_gpu
 from plsc.index.recall import Recall, RecallMonitor
 from plsc.index.rows import Float32, Int64, Mask, RowSource
 from plsc.index.scan import ExactSearcher, knn, load_faiss, merge_topk
@@ -148,7 +149,7 @@ class Reranked:
         vectors = np.asarray(self.base[needed])
         query = np.nonzero(rows >= 0)[0]
         scores = np.full(rows.shape, -np.inf, dtype=np.float32)
-        scores[rows >= 0] = np.einsum("nd,nd->n", vectors[positions], queries[query])
+        scores[rows >= 0] = faiss_gpu.pair_scores(vectors, positions, queries, query)
         return scores
 
 
@@ -192,10 +193,10 @@ def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:
     else:
         structure = train_ivf(kind, base, seed)
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
-    step = _ADDED_AT_ONCE[kind]
+    add, step = faiss_gpu.adder(faiss_index(structure)), _ADDED_AT_ONCE[kind]
     for start in range(0, len(base), step):
         part = base[start : start + step]
-        structure.add(np.ascontiguousarray(part))
+        add(np.ascontiguousarray(part), np.arange(start, start + len(part), dtype=np.int64))
         progress.advance(len(part))
     progress.finish()
     return structure
@@ -216,7 +217,8 @@ def train_ivf(kind: Kind, base: RowArray, seed: int, *, max_rows: int | None = N
     clustering.spherical, clustering.seed, clustering.max_points_per_centroid = True, seed, ROWS_PER_CELL
     wanted = min(len(base), max_rows, max(cells * ROWS_PER_CELL, MIN_ROWS[kind]))
     sample = np.sort(np.random.default_rng(seed).choice(len(base), wanted, replace=False))
-    structure.train(np.ascontiguousarray(base[sample]))
+    with faiss_gpu.training(structure):
+        structure.train(np.ascontiguousarray(base[sample]))
     return Reranked(structure, base) if kind == "pq" else structure
 
 

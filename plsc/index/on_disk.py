@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import UsageError
-from plsc.index import ann
+from plsc.index import ann, faiss_gpu
 from plsc.index.scan import DATABASE_BLOCK, load_faiss
 from plsc.progress import Progress
 
@@ -118,10 +118,10 @@ def _build_in_parts(kind: ann.Kind, base: ann.RowArray, seed: int, budget: Memor
 
 
 def _add(part: Any, base: ann.RowArray, start: int, stop: int, progress: Progress) -> None:
-    step = max(1, _ADDED_BYTES // (4 * base.shape[1]))
+    add, step = faiss_gpu.adder(part), max(1, _ADDED_BYTES // (4 * base.shape[1]))
     for first in range(start, stop, step):
         rows = np.ascontiguousarray(base[first : min(first + step, stop)])
-        part.add_with_ids(rows, np.arange(first, first + len(rows), dtype=np.int64))
+        add(rows, np.arange(first, first + len(rows), dtype=np.int64))
         progress.advance(len(rows))
 
 

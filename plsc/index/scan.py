@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError, UsageError
+from plsc.index import faiss_gpu
 from plsc.index.rows import Float32, Int64, Mask, RowSource, rank
 from plsc.native.scan import PADDED_TO, Rows, ScanKernel, load_scan
 
@@ -361,12 +362,16 @@ def load_faiss() -> Any:
 def knn(queries: Float32, base: Float32, k: int) -> tuple[Float32, Int64]:
     """Find the rows of ``base`` (N, D) with the largest inner products with each of ``queries`` (Q, D), by faiss.
 
+    It does so on a GPU where it has one and the rows and queries are many (:func:`plsc.index.faiss_gpu.takes_search`).
+
     Returns:
         Scores (Q, min(k, N)) float32, best first, and rows (Q, min(k, N)) int64.
     """
     k = min(k, len(base))
     if not k or not len(queries):
         return np.empty((len(queries), k), dtype=np.float32), np.empty((len(queries), k), dtype=np.int64)
+    if faiss_gpu.takes_search(queries, base, k):
+        return faiss_gpu.knn(queries, base, k)
     faiss = load_faiss()
     scores, rows = faiss.knn(np.ascontiguousarray(queries), np.asarray(base), k, metric=faiss.METRIC_INNER_PRODUCT)
     return scores, rows
@@ -404,6 +409,8 @@ class ExactSearch:
 
     def search(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         """Scores (Q, min(k, N)) float32, best first, and rows (Q, min(k, N)) int64, for queries (Q, D) of length 1."""
+        if faiss_gpu.takes_search(queries, self._vectors, k):
+            return knn(queries, self._vectors, k)
         self._queries += len(queries)
         is_worth_it = self._vectors.size >= SCAN_FROM and self._queries > COPY_AFTER
         if self._scan is None and self._may_copy and is_worth_it and load_scan() is not None:

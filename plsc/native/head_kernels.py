@@ -7,6 +7,7 @@ row's result depends on the cut.
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -214,10 +215,12 @@ class Sgd:
 def _call(name: str, *arguments: Tensor | float | None) -> Any:
     """Call a kernel; of tensors it gets the addresses, so that the caller keeps them until it returns."""
     pointers = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-    return _kernel(name)(*pointers)
+    return _kernel(name, os.environ.get("PLSC_CPU"))(*pointers)
 
 
-def _kernel(name: str) -> Any:
+@functools.cache  # a step calls dozens, and the library stays
+def _kernel(name: str, path: str | None) -> Any:
+    """A kernel of the library for ``path``, which PLSC_CPU names."""
     compiled = library()
     assert compiled is not None
     kernel = getattr(compiled, name)

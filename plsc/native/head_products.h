@@ -190,10 +190,7 @@ inline void multiply_32x32(const bf16* a, int64_t a_stride, const bf16* b, int64
         _tile_loadd(2, c + 16 * c_stride, c_bytes);
         _tile_loadd(3, c + 16 * c_stride + 16, c_bytes);
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        clear_sums();
     }
     for (int64_t t = 0; t < depth; t++) {
         _tile_loadd(4, a + t * 32, a_bytes);

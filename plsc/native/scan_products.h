@@ -186,10 +186,7 @@ private:
                 _tile_loadd(3, out + 16 * kPanel + 16, kPanel * 4);
             }
         } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            clear_sums();
         }
         for (int64_t t = 0; t < depth; t++) {
             if (ahead)  // the same columns, some blocks further, into the second-level cache: the first is full

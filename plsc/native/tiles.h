@@ -45,6 +45,14 @@ const TileShapes kTileShapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16,
 
 inline void configure_tiles() { _tile_loadconfig(&kTileShapes); }
 
+// The four tiles of sums, 0 to 3, become zero.
+inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
 // x (B, D) as the right factor of W·xᵀ: pairs along D interleaved, out[B/16][D/32][16][16·2].
 inline void pack_column_pairs(const bf16* x, int64_t batch, int64_t dim, bf16* out) {
     for (int64_t b = 0; b < batch; b++)

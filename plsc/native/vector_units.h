@@ -31,6 +31,14 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
+// The number, or the register of numbers, that lies at ``from``, aligned or not.
+template <class Value>
+inline Value read(const void* from) {
+    Value value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
 // Float32 factors.
 struct FloatUnit {
     using Number = float;
@@ -46,18 +54,10 @@ struct FloatUnit {
     static constexpr const char* kName = "portable";  // no fused multiply-adds
 #endif
 
-    static Factor load(const float* from) {
-        Floats result;
-        std::memcpy(&result, from, sizeof result);
-        return result;
-    }
+    static Factor load(const float* from) { return read<Floats>(from); }
     static Factor load(const bf16* from) {
-        Halves halves;
-        std::memcpy(&halves, from, sizeof halves);
-        const Words words = __builtin_convertvector(halves, Words) << 16;
-        Floats result;
-        std::memcpy(&result, &words, sizeof result);
-        return result;
+        const Words words = __builtin_convertvector(read<Halves>(from), Words) << 16;
+        return read<Floats>(&words);
     }
     static Factor splat(const float* from) { return *from - Floats{}; }
     static Floats multiply_add(Floats sum, Factor a, Factor b) { return sum + a * b; }
@@ -71,16 +71,8 @@ struct PairUnit {
     using Factor = Words;
     static constexpr int kTogether = 2;
 
-    static Factor load(const bf16* from) {
-        Words result;
-        std::memcpy(&result, from, sizeof result);
-        return result;
-    }
-    static Factor splat(const bf16* from) {
-        uint32_t pair;
-        std::memcpy(&pair, from, 4);
-        return pair - Words{};
-    }
+    static Factor load(const bf16* from) { return read<Words>(from); }
+    static Factor splat(const bf16* from) { return read<uint32_t>(from) - Words{}; }
 #ifdef __AVX512BF16__
     static constexpr const char* kName = "avx512-bf16";
     static Floats multiply_add(Floats sum, Factor a, Factor b) {

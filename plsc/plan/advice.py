@@ -132,7 +132,8 @@ class Advice:
 def advise(run: PlanConfig, hardware: Hardware, wanted: float | None = None) -> Advice:
     """Choose storage, sample rate, placement and groups for the same classes, backbone and batch on the same ranks.
 
-    What is configured stays, unless it does not fit, is sampled, or another setup is faster by more than 2%.
+    What is configured stays, unless it does not fit, is sampled, is in a precision that the device lacks, or another
+    setup is faster by more than 2%.
 
     Args:
         run: what the configuration asks for; its storage, sample rate, placement and groups are what is chosen.
@@ -142,7 +143,7 @@ def advise(run: PlanConfig, hardware: Hardware, wanted: float | None = None) -> 
     Raises:
         CapacityError: nothing fits.
     """
-    exact = replace(run.sampled(1.0), placement="device")
+    exact = replace(run.sampled(1.0).suited_to(hardware.device), placement="device")
     fitting = _fitting(exact, hardware)
     if not fitting:
         raise CapacityError(_what_to_change(exact, hardware))
@@ -158,6 +159,7 @@ def advise(run: PlanConfig, hardware: Hardware, wanted: float | None = None) -> 
         "sampling": _why_sampling(choice, hardware, wanted),
         "placement": _why_placement(choice, hardware),
         "groups": _why_groups(choice, hardware),
+        **_why_precision(choice.run.config, run.config, hardware.device),
     }
     return Advice(choice, why)
 
@@ -215,6 +217,17 @@ def _why_change(choice: Estimate, configured: Estimate) -> str:
     if rate == 1 and was < 1:
         return f"exact in place of sampled at {was:g}: every class is trained in every step; {speed}."
     return f"{speed}."
+
+
+def _why_precision(choice: Config, configured: Config, device: Device) -> dict[str, str]:
+    """Say which configured precisions the device lacks, where it does."""
+    pairs = {
+        "precision": (choice.precision, configured.precision),
+        "head.fp32_precision": (choice.head.fp32_precision, configured.head.fp32_precision),
+    }
+    changed = [f"{key} = {now} in place of {was}" for key, (now, was) in pairs.items() if now != was]
+    reason = device.units.reason if device.units.precisions else f"{device.name} has no faster units than fp32's"
+    return {"precision": f"{', '.join(changed)}: {reason}."} if changed else {}
 
 
 def _why_storage(choice: Estimate, hardware: Hardware) -> str:

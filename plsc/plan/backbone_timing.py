@@ -113,14 +113,14 @@ def _bounds(profile: BackboneProfile, device: Device, channels_last: bool, tf32:
     """
 
     def bound(operation: Operation) -> float:
-        products = operation.flops / device.products[operation.precision]
+        products = operation.flops / device.product_speed(operation.precision)
         traffic = operation.traffic
         if operation.convolved and device.kind == "cuda":
             if operation.precision != "fp32":
                 traffic += 0 if channels_last else 2 * operation.convolved
             else:
                 products /= WINOGRAD if operation.is_winograd else 1.0
-                products = min(products, operation.flops / device.products["tf32"]) if tf32 else products
+                products = min(products, operation.flops / device.product_speed("tf32")) if tf32 else products
         return max(products, traffic / device.bandwidth)
 
     return [bound(operation) for operation in profile.operations]

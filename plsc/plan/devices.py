@@ -108,13 +108,13 @@ def named_device(name: str) -> Device:
 
 
 def with_speeds(device: Device, tflops: float | None, bandwidth: float | None) -> Device:
-    """``device`` with product speeds (TFLOP/s, its backbone's and its bf16 table's) or a copy speed (GB/s) given."""
+    """``device`` with product speeds (TFLOP/s of its best precisions) or a copy speed (GB/s) given."""
     for option, value in (("--tflops", tflops), ("--bandwidth", bandwidth)):
         if value is not None and not value > 0:
             raise UsageError(f"{option} {value}: it has to be above 0")
     if tflops is not None:
-        given = {"bf16": tflops * 1e12, "fp16": tflops * 1e12}
-        if device.has_kernels:
+        given = dict.fromkeys(device.units.precisions or ("fp32",), tflops * 1e12)
+        if "tf32" in device.products and "bf16" in given:
             given["tf32"] = tflops * 1e12 * TF32_SHARE
         products = {**device.products, **given}
         device = replace(device, name=f"{device.name}, products as given", products=products)

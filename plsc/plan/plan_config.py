@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 
 from plsc.config import Config
+from plsc.config.checks import with_precision
+from plsc.config.sections import AUTO
+from plsc.devices import Device
 from plsc.errors import UsageError
 from plsc.parallel.mesh import check_head_ranks
 
@@ -166,6 +169,15 @@ class PlanConfig:
     def stored_as(self, weights: str, momentum: str) -> "PlanConfig":
         """The same with another storage of the table."""
         return self._with_head(weight_dtype=weights, momentum_dtype=momentum)
+
+    def suited_to(self, device: Device) -> "PlanConfig":
+        """The same in precisions that ``device`` has units for, as "auto" would choose them."""
+        config, needed = self.config, {"ieee": "fp32", "tf32": "tf32", "bf16x3": "bf16"}
+        if config.precision not in ("fp32", *device.units.precisions):
+            config = with_precision(replace(config, precision=AUTO, fp8=False), device.units)
+        if needed[config.head.fp32_precision] not in device.products:
+            config = replace(config, head=replace(config.head, fp32_precision="ieee"))
+        return replace(self, config=config)
 
     def sampled(self, rate: float) -> "PlanConfig":
         """The same with another sample rate."""

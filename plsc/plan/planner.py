@@ -6,6 +6,7 @@ from typing import Any
 
 from plsc.config import Config, changes_to_toml
 from plsc.config.checks import with_precision
+from plsc.config.sections import AUTO
 from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.models.preprocessing import size_text
@@ -96,7 +97,7 @@ class Plan:
             head_ranks = run.head_ranks
         config = replace(
             run.config,
-            precision=self.given.precision,
+            precision=AUTO if self.given.precision == AUTO else run.config.precision,
             head_ranks=head_ranks,
             head=replace(run.config.head, **of_table),
         )

@@ -77,9 +77,10 @@ def _products(run: PlanConfig, device: Device) -> float:
 def _product_speed(run: PlanConfig, device: Device) -> float:
     """FLOP/s of large products over the table as it is stored and multiplied."""
     if run.storage[0] == "bfloat16":
-        return device.products["bf16"]
-    speeds = {"ieee": device.products["fp32"], "tf32": device.products["tf32"], "bf16x3": device.products["bf16"] / 3}
-    return speeds[run.config.head.fp32_precision]
+        return device.product_speed("bf16")
+    if run.config.head.fp32_precision == "bf16x3" and "bf16" in device.products:
+        return device.products["bf16"] / 3
+    return device.product_speed("tf32" if run.config.head.fp32_precision == "tf32" else "fp32")
 
 
 def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:

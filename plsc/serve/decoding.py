@@ -23,12 +23,10 @@ import numpy as np
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.data.codec import resize_image
 from plsc.embedding.detector import Detector
-from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
 from plsc.image_files import SUFFIXES, Shrunk, TooLargeError, suffix_of, unread_formats
-from plsc.models.preprocessing import Preprocessing, check_square
+from plsc.models.preprocessing import Preprocessing, check_square, picture_warnings, resize_image
 from plsc.progress import note
 from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError

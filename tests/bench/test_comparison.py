@@ -282,31 +282,3 @@ def test_without_the_file_of_baselines_ours_are_measured_alone(monkeypatch, tmp_
     code, _, printed = bench("head", "--partial-fc", tmp_path, "--overwrite")
     assert code == 2
     assert "--partial-fc needs --baselines FILE" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("head", "--partial-fc", "nowhere"), "--partial-fc nowhere: there is no partial_fc_v2.py in it"),
-        (("head", "--contestants", "partial-fc"), "PartialFC_V2 needs --partial-fc FOLDER"),
-        (("head", "--contestants", "pfc"), "--contestants pfc: there is no such head; choose from floor, plsc, "),
-        (("head", "--classes", "0"), "--classes 0: it must be at least 1"),
-        (("head", "--sample-rate", "1"), "--sample-rate 1: it must lie between 0 and 1"),
-        (("head", "--limit", "0"), "--limit 0: it must be more than 0"),
-        (("train", "--arcface-torch", "nowhere"), "--arcface-torch nowhere: there is no partial_fc_v2.py in it"),
-        (("train", "--contestants", "arcface-torch"), "PartialFC_V2 needs --arcface-torch FOLDER"),
-        (("train", "--contestants", "pfc"), "--contestants pfc: there is no such loop; choose from plsc, "),
-        (("train", "--backbone", "r18"), "--backbone r18: choose from "),
-        (("train", "--baselines", "nowhere.py"), "--baselines nowhere.py: there is no such file"),
-        (("search", "--contestants", "annoy"), "--contestants annoy: there is no such search; choose from plsc, "),
-        (("search", "--batch", "2000"), "--batch 2000: it must lie between 1 and 1024"),
-        (("serve", "--form", "text"), "invalid choice: 'text'"),
-        (("serve", "--rounds", "x"), "--rounds: 'x' is not a whole number"),
-    ],
-)
-def test_a_wrong_request_is_one_line(argv, message, bench):
-    code, _, printed = bench(*argv)
-    assert code == 2
-    (line,) = [line for line in printed.err.splitlines() if "left out" not in line]
-    assert line.startswith("plsc bench")
-    assert message in line

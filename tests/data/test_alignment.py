@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.posed_faces import face, move, photograph
+from support.posed_faces import move
 
 from plsc.data.alignment import TEMPLATE, align_face, similarity_transform, warp
 from plsc.errors import DataError
@@ -36,20 +36,6 @@ def test_warp_moves_whole_pixels_exactly_and_halves_by_the_mean():
     half = warp(image, np.array([[1.0, 0, -0.5], [0, 1.0, 0]]), 9)
     mean = (image[:, :, :9].double() + image[:, :, 1:10].double()) / 2
     assert (half.double() - mean).abs().max() <= 0.5
-
-
-@pytest.mark.parametrize("image_size", [112, 224, 56])
-def test_a_face_is_brought_back_into_place(image_size):
-    picture = face(3)
-    photo, landmarks = photograph(picture, 0.3, 1.2, [40, 10])
-    aligned = align_face(photo, landmarks, image_size).permute(1, 2, 0).double().numpy()
-    place = image_size // 2
-    inner = slice(place - image_size // 4, place + image_size // 4)
-    truth = face(3)[
-        (np.arange(image_size) * 112 / image_size).astype(int)[:, None],
-        (np.arange(image_size) * 112 / image_size).astype(int)[None],
-    ]
-    assert np.abs(aligned - truth)[inner, inner].max() < 12
 
 
 def ramp(height, width):

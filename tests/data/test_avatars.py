@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data import open_dataset
-from plsc.data.avatars import MAX_IMAGES, AvatarDataset, open_avatars, parse_spec
+from plsc.data.avatars import MAX_IMAGES, AvatarDataset, open_avatars
+from plsc.data.avatars.traits import conditions_of, traits_of
 from plsc.errors import UsageError
 
 DIGEST = """
@@ -78,8 +79,6 @@ def test_no_two_pictures_are_alike() -> None:
 
 
 def test_traits_differ_between_identities_and_conditions_between_images() -> None:
-    from plsc.data.avatars.traits import conditions_of, traits_of
-
     assert len({traits_of(identity) for identity in range(2000)}) == 2000
     assert len({conditions_of(identity, image) for identity in range(40) for image in range(50)}) == 2000
 
@@ -102,14 +101,6 @@ def test_it_is_a_data_set_as_others_are() -> None:
     again = pickle.loads(pickle.dumps(data))
     assert torch.equal(again.image(7), data.image(7))
     assert open_avatars("avatars:1x1", image_size=None).image(0).shape == (3, 112, 112)
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [("avatars:2000x30@1000", (2000, 30, 1000)), ("avatars:5x1", (5, 1, 0)), ("avatars:5x1@0", (5, 1, 0))],
-)
-def test_a_spec_names_identities_images_and_the_first(spec: str, expected: tuple[int, int, int]) -> None:
-    assert parse_spec(spec) == expected
 
 
 MALFORMED = [

@@ -13,9 +13,10 @@ from PIL import Image
 from support.pictures import stored
 
 from plsc.data import decode_image, read_image
-from plsc.data.codec import encode_image, image_pixels, resize_image
+from plsc.data.codec import encode_image, image_pixels
 from plsc.errors import DataError
 from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size, suffix_of
+from plsc.models.preprocessing import resize_image
 
 
 def gradient(width: int = 24, height: int = 16) -> Any:

@@ -1,6 +1,5 @@
 """``plsc data`` from the outside: what it writes, what it says, and its exit codes."""
 
-import io
 import json
 import re
 import shutil
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.pictures import stored
 
 from plsc.data import open_dataset, read_image, read_pairs
 from plsc.data.dataset import EncodedDataset
@@ -174,9 +174,7 @@ class FlatImages(EncodedDataset):
         self._stored = [self.png(index) for index in range(len(labels))]
 
     def png(self, index: int) -> bytes:
-        out = io.BytesIO()
-        Image.new("RGB", (2, 2), (index, 0, 0)).save(out, "PNG")
-        return out.getvalue()
+        return stored(Image.new("RGB", (2, 2), (index, 0, 0)), "PNG")
 
     def key(self, index: int) -> str:
         return str(index)
@@ -199,6 +197,18 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     (["pairs", "FACES", "x.pkl"], 2, "x.pkl"),
     (["pairs", "FACES", "x.bin", "--seed", "-1"], 2, "--seed"),
     (["check", "FACES", "--workers", "-1"], 2, "--workers"),
+    (["align", "FACES", "--out", "x"], 2, "required"),
+    (["align", "FACES", "--out", "x", "--landmarks", "none.csv"], 2, "no landmark file none.csv"),
+    (["align", "FACES", "--out", "x", "--detector", "d.onnx"], 2, "did you mean onnx:d.onnx?"),
+    (["align", "FACES", "--out", "x", "--detector", "mtcn"], 2, "not 'mtcn'; did you mean mtcnn?"),
+    (["align", "FACES", "--out", "x", "--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx"),
+    (["align", "FACES", "--out", "x", "--landmarks", "a", "--detector", "onnx:b"], 2, "not allowed with"),
+    (["align", "FACES", "--out", "x", "--landmarks", "p", "--size", "0"], 2, "--size 0: it must be at least 1"),
+    (
+        ["align", "FACES", "--out", "x", "--landmarks", "p", "--workers", "-1"],
+        2,
+        "--workers -1: it must",
+    ),
 ]
 
 
@@ -218,11 +228,4 @@ def test_mistakes(
     assert re.match(r"plsc data( [a-z]+)?: error: ", shown)
     assert why in shown
     assert len(shown.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", [[], ["convert"], ["check"], ["stats"], ["pairs"]])
-def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["data", *command, "--help"])
-    assert exit_.value.code == 0
-    assert "SOURCE" in capsys.readouterr().out
+    assert not Path("x").exists()

@@ -112,21 +112,11 @@ def test_numbers_are_mapped_in_order_without_gaps(numbers: list[int]) -> None:
     assert list(names) == [str(number) for number in classes]
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.text(min_size=1), min_size=1, max_size=30))
-def test_names_map_back(names: list[str]) -> None:
-    names = [name.encode("utf-8", "replace").decode() for name in names]
-    labels, classes = map_names(names)
-    assert [classes[int(label)] for label in labels] == names
-    assert len(set(classes)) == len(classes)
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text()), st.slices(30))
 def test_packed_strings_are_a_sequence(texts: list[str], piece: slice) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts] + ["\udcff"]
-    packed = PackedStringColumn(texts)
+    packed = PackedStringColumn.of(texts)
     assert list(packed) == texts
     assert packed[piece] == texts[piece]
     assert packed[-1] == "\udcff"

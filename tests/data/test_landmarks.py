@@ -137,12 +137,16 @@ def test_landmarks_need_pictures_as_they_are_stored(photos, tmp_path):
         AlignedImages(pictures, locate, 112)
 
 
+def align(source: Path, out: Path, points: Path, *more: str) -> int:
+    argv = ["data", "align", str(source), "--out", str(out), "--landmarks", str(points), "--encoding", "png"]
+    return main([*argv, *more])
+
+
 @pytest.mark.parametrize("target", ["faces.rec", "faces"])
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path, capsys):
     points = written(tmp_path / "p.csv", list(lines(photos))[1:], "csv", header=True)
-    argv = ["data", "align", str(photos), "--out", str(tmp_path / target), "--landmarks", str(points)]
-    assert main([*argv, "--encoding", "png", "--workers", workers]) == 0
+    assert align(photos, tmp_path / target, points, "--workers", workers) == 0
     assert "5 faces of 2 classes, 1 picture left out" in capsys.readouterr().out
     made = open_dataset(tmp_path / target, image_size=None)
     keys = [key for key, _ in lines(photos)][1:]
@@ -150,14 +154,17 @@ def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path,
     assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, key in enumerate(keys))
     assert list(made.class_names) == ["ann", "bob, jr"]
     assert [made.key(i) for i in range(5)] == keys
+    blank = written(tmp_path / "blank.csv", [(key, [5.0] * 10) for key in keys], "csv")
+    assert align(photos, tmp_path / "none", blank, "--max-bad-records", "2") == 1
+    assert "more than 2 images" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_records_may_be_named_by_their_numbers(photos, tmp_path):
     assert main(["data", "convert", str(photos), str(tmp_path / "photos.rec")]) == 0
     rows = [(str(number), numbers) for number, (_, numbers) in enumerate(lines(photos), 1)]
     points = written(tmp_path / "p.json", rows, "json")
-    argv = ["data", "align", str(tmp_path / "photos.rec"), "--out", str(tmp_path / "faces.rec"), "--encoding", "png"]
-    assert main([*argv, "--landmarks", str(points)]) == 0
+    assert align(tmp_path / "photos.rec", tmp_path / "faces.rec", points) == 0
     made = open_dataset(tmp_path / "faces.rec", image_size=None)
     assert len(made) == 6
     assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, (key, _) in enumerate(lines(photos)))
@@ -172,32 +179,3 @@ def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
     for i, (key, numbers) in enumerate(lines(photos)):
         expected = align_face(read_image(photos / key), np.reshape(numbers, (5, 2)), 56)
         assert (made.image(i).int() - expected.int()).abs().max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        ([], 2, "required"),
-        (["--landmarks", "none.csv"], 2, "no landmark file none.csv"),
-        (["--detector", "d.onnx"], 2, "did you mean onnx:d.onnx?"),
-        (["--detector", "mtcn"], 2, "named mtcnn or onnx:FILE, not 'mtcn'; did you mean mtcnn?"),
-        (["--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx"),
-        (["--landmarks", "a", "--detector", "onnx:b"], 2, "not allowed with"),
-        (["--landmarks", "p.csv", "--size", "0"], 2, "--size 0: it must be at least 1"),
-        (["--landmarks", "p.csv", "--workers", "-1"], 2, "--workers -1: it must not be negative"),
-        (["--landmarks", "blank.csv", "--max-bad-records", "2"], 1, "more than 2 images"),
-        (["--landmarks", "blank.csv"], 1, "no image of"),
-    ],
-)
-def test_a_wrong_request_to_align_is_one_line(argv, code, message, photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "p.csv", lines(photos), "csv")
-    written(tmp_path / "blank.csv", [(key, [5.0] * 10) for key, _ in lines(photos)], "csv")
-    try:
-        assert main(["data", "align", str(photos), "--out", "faces", *argv]) == code
-    except SystemExit as error:  # argparse's own
-        assert error.code == code  # noqa: PT017
-    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(said) == 1
-    assert message in said[0]
-    assert not (tmp_path / "faces").exists()

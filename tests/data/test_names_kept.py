@@ -34,15 +34,6 @@ def keys(source: Path) -> list[str]:
     return [data.key(index) for index in range(len(data))]
 
 
-def test_a_rec_knows_the_paths_of_its_images(faces: Path, tmp_path: Path) -> None:
-    assert run("convert", faces, tmp_path / "x.rec") == 0
-    assert keys(tmp_path / "x.rec") == keys(faces)
-    text = (tmp_path / "x.keys.tsv").read_text(encoding="utf-8").splitlines()
-    assert text[:2] == ["key\tclass\tpath", "1\ta\ta/2021/NAME_0013.jpg"]
-    (tmp_path / "x.keys.tsv").unlink()
-    assert keys(tmp_path / "x.rec") == ["1", "2", "3", "4"]
-
-
 def test_there_and_back_gives_the_same_files(faces: Path, tmp_path: Path) -> None:
     out, result = tmp_path / "x/faces.rec", tmp_path / "result.json"
     assert run("convert", faces, out, "--json", result) == 0
@@ -55,6 +46,10 @@ def test_there_and_back_gives_the_same_files(faces: Path, tmp_path: Path) -> Non
     lines = (tmp_path / "back/images.tsv").read_text(encoding="utf-8").splitlines()
     assert lines[0].split("\t") == ["a/2021/NAME_0013.jpg", "a", "a/2021/NAME_0013.jpg"]
     assert keys(tmp_path / "back/images.tsv") == keys(faces)
+    text = out.with_name("faces.keys.tsv").read_text(encoding="utf-8").splitlines()
+    assert text[:2] == ["key\tclass\tpath", "1\ta\ta/2021/NAME_0013.jpg"]
+    out.with_name("faces.keys.tsv").unlink()
+    assert keys(out) == ["1", "2", "3", "4"]
 
 
 def test_the_suffix_follows_the_format(faces: Path, tmp_path: Path) -> None:
@@ -86,16 +81,6 @@ def test_names_of_lists_stay_in_the_output(tmp_path: Path) -> None:
     assert sorted(keys(tmp_path / "out")) == ["p/one.png", "p/one.png.png", "q/one.png", "q/pics/p/one.png"]
 
 
-def test_odd_names_survive_a_rec(tmp_path: Path) -> None:
-    odd = "a\tb\\n.png"
-    picture(tmp_path / "in/a" / odd)
-    assert run("convert", tmp_path / "in", tmp_path / "x.rec") == 0
-    assert keys(tmp_path / "x.rec") == [f"a/{odd}"]
-    assert run("convert", tmp_path / "x.rec", tmp_path / "out") == 0
-    assert keys(tmp_path / "out") == ["a/00000000.png"]
-    assert open_dataset(tmp_path / "out/images.tsv", image_size=None).num_classes == 1
-
-
 HOSTILE = [
     "\tx", "\nx", "\rx", "x\ty", "\ufeffx", " x", "x ", " ", "\x1cx", "x\x85", "\xa0", "images.tsv", "\udcffx", "\\",
     "ü",
@@ -110,6 +95,7 @@ def test_a_written_list_is_read_whatever_the_names_are(tmp_path: Path) -> None:
     assert len(given) == len(names)
     for source, out in ((tmp_path / "in", "out"), (tmp_path / "out/images.tsv", "again"), (tmp_path / "x.rec", "back")):
         assert run("convert", tmp_path / "in", tmp_path / "x.rec", "--overwrite") == 0
+        assert keys(tmp_path / "x.rec") == keys(tmp_path / "in")
         assert run("convert", source, tmp_path / out) == 0
         for form in (tmp_path / out, tmp_path / out / "images.tsv"):
             found = open_dataset(form, image_size=None)

@@ -38,13 +38,6 @@ def test_each_value_is_the_float32_nearest_to_the_true_quotient() -> None:
     assert (values[0], values[-1]) == (-1.0, 1.0)
 
 
-@pytest.mark.parametrize(("mean", "std"), [(127.5, 127.5), (127.5, 128.0), (0.0, 1.0), (0.0, 255.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_preprocessing_is_the_same_function(mean: float, std: float, dtype: torch.dtype) -> None:
-    served = Preprocessing(32, mean, std)(LEVELS)
-    assert torch.equal(served.to(dtype), normalize(LEVELS, mean, std).to(dtype))
-
-
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_images_stay_as_they_are_and_keep_their_memory_format(memory_format: torch.memory_format) -> None:
     images = LEVELS.contiguous(memory_format=memory_format)

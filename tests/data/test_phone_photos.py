@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from plsc import image_files, models
-from plsc.data import open_dataset, read_image
+from plsc.data import open_dataset
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
@@ -120,16 +120,6 @@ def test_embed_embeds_every_picture_and_names_the_others(
         assert caplog.messages.pop() == f"{folder}: {LEFT_OUT}"
         assert "2 images could not be embedded; the first: bob/9.jpg" in capsys.readouterr().out.replace("people/", "")
         assert len(EmbeddingSet(out)) == READ + 2 + (folder != source)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["portrait.avif", "upright.jpg", pytest.param("IMG_0001.HEIC", marks=pytest.mark.skipif("not HEIC_IS_READ"))],
-)
-def test_photos_are_turned_once(phone: Path, name: str) -> None:
-    image = read_image(phone / "ann" / name).float()
-    assert image.shape == (3, 48, 32)
-    assert image[0, 40:].mean() > image[0, :8].mean() + 150  # red grows downwards
 
 
 @pytest.fixture

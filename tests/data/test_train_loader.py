@@ -27,8 +27,6 @@ from plsc.data.loader import (
 from plsc.data.transforms import augment_batch, sample_keys
 from plsc.errors import DataError, UsageError
 
-SIZE = 8
-
 
 def loaders(data: ImageDataset, world: int, batch_size: int, **options: Any) -> list[TrainLoader]:
     options = {"seed": 3, "augment": "none"} | options
@@ -102,20 +100,6 @@ def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
                 assert torch.equal(torch.cat([images for images, _ in step]), whole[0][0])
                 assert torch.equal(torch.cat([labels for _, labels in step]), whole[0][1])
     assert not torch.equal(runs[0][0][0][0][0], runs[0][1][0][0][0])
-
-
-def test_batches_are_what_they_say() -> None:
-    data = Numbered(25)
-    (loader,) = loaders(data, 1, 8, augment="none")
-    batches = list(loader)
-    assert [len(labels) for _, labels in batches] == [8, 8, 9]  # the tail of one is folded
-    assert loader.steps_per_epoch == 3
-    for images, labels in batches:
-        assert (images.dtype, images.shape[1:]) == (torch.uint8, (3, SIZE, SIZE))
-        assert labels.dtype == torch.int64
-        assert labels.tolist() == [number % 5 for number in numbers(images)]
-    assert sorted(n for images, _ in batches for n in numbers(images)) == list(range(25))
-    assert loader.epoch == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

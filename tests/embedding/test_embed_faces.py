@@ -82,12 +82,3 @@ def test_ranks_align_as_one_process_does(scene, tmp_path):
     assert embed(scene, tmp_path / "two", *given, "--nproc", "2", "--json", str(result)) == 0
     np.testing.assert_array_equal(EmbeddingSet(tmp_path / "one").rows(0, 4), EmbeddingSet(tmp_path / "two").rows(0, 4))
     assert json.loads(result.read_text())["errors"] == 1
-
-
-def test_both_ways_at_once_and_a_missing_detector_are_refused(scene, tmp_path, capsys):
-    both = ["--landmarks", str(scene / "points.csv"), "--detector", f"onnx:{scene / 'd.onnx'}"]
-    assert embed(scene, tmp_path / "emb", *both) == 2
-    assert "give one of them" in capsys.readouterr().err
-    assert embed(scene, tmp_path / "emb", "--detector", "onnx:none.onnx") == 2
-    assert "there is no detector none.onnx" in capsys.readouterr().err
-    assert not (tmp_path / "emb").exists()

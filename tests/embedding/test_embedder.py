@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from support.backbones import pictures, trained_a_little
 
 import plsc.models
-from plsc.embedding.embedder import Embedder, model_file, open_embedder
+from plsc.embedding.embedder import CPU_BATCH, Embedder, model_file, open_embedder
 from plsc.embedding.export import export_insightface, export_onnx, export_torch
 from plsc.errors import DataError, UsageError
 
@@ -17,22 +17,9 @@ CPU = torch.device("cpu")
 SIZE, DIM = 48, 16
 
 
-def pictures(count: int, size: int = SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
-
-
 @pytest.fixture(scope="module")
 def model() -> plsc.models.Backbone:
-    torch.manual_seed(0)
-    backbone = plsc.models.create("mobilefacenet", embedding_dim=DIM, image_size=SIZE).train()
-    for module in backbone.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.momentum = 0.9
-    with torch.no_grad():
-        for count in (8, 9):
-            backbone((pictures(count) - 127.5) / 127.5)
-    return backbone.eval()
+    return trained_a_little("mobilefacenet", SIZE, DIM)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +49,9 @@ def embedders(files: dict[str, Path]) -> dict[str, Embedder]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("count", [0, 1, CPU_BATCH, 2 * CPU_BATCH + 3])
 def test_every_kind_of_file_embeds_as_the_model_does(kind, count, embedders, model):
-    images = pictures(count)
+    images = pictures(count, SIZE)
     answer = embedders[kind](images)
     with torch.no_grad():
         expected = model((images / 255 - 0.5) / 0.5) if count else torch.empty(0, DIM)
@@ -106,9 +93,9 @@ def test_an_onnx_file_whose_graph_was_changed_loses_its_contract(files: dict[str
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_close_and_comes_back_as_float32(kind, precision, files, embedders):
-    rounded = open_embedder(files[kind], device=CPU, precision=precision)(pictures(4))
+    rounded = open_embedder(files[kind], device=CPU, precision=precision)(pictures(4, SIZE))
     assert rounded.dtype == torch.float32
-    assert torch.nn.functional.cosine_similarity(rounded, embedders[kind](pictures(4))).min() > 0.95
+    assert torch.nn.functional.cosine_similarity(rounded, embedders[kind](pictures(4, SIZE))).min() > 0.95
 
 
 def test_onnx_refuses_another_precision_and_any_model_an_unknown_one(files: dict[str, Path]) -> None:
@@ -136,16 +123,6 @@ def test_what_is_not_there_or_no_model_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             open_embedder(path)
-
-
-def test_an_architecture_can_be_named_for_a_bare_state_dict(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    backbone = plsc.models.create("timm:test_resnet", embedding_dim=DIM).eval()
-    torch.save(backbone.state_dict(), tmp_path / "m.bin")
-    embedder = open_embedder(tmp_path / "m.bin", device=CPU, architecture="timm:test_resnet")
-    with torch.no_grad():
-        expected = backbone((pictures(2, 112) - 127.5) / 127.5)
-    torch.testing.assert_close(embedder(pictures(2, 112)), expected)
 
 
 def test_a_run_stands_for_its_last_weights_and_best_is_asked_for(tmp_path: Path) -> None:

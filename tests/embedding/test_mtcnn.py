@@ -12,12 +12,8 @@ import pytest
 import torch
 from support.drawn_face import landmarks, photo
 
-from plsc.data import open_dataset
-from plsc.data.alignment import align_face
-from plsc.data.codec import encode_image
 from plsc.embedding.detector import open_detector
 from plsc.errors import DataError, UsageError
-from plsc.tools.entry import main
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +77,6 @@ def test_a_threshold_above_the_score_leaves_the_face_out(detector):
     score = detector.main_face(picture).score
     assert open_detector("mtcnn", threshold=score - 1e-4).faces(picture)
     assert open_detector("mtcnn", threshold=min(score + 1e-4, 1)).faces(picture) == []
-
-
-def test_data_align_by_name(detector, tmp_path):
-    for person, face in (("ann", (150, 120, 30)), ("bob", (100, 90, 50))):
-        (tmp_path / "photos" / person).mkdir(parents=True)
-        (tmp_path / "photos" / person / "1.png").write_bytes(encode_image(photo(300, 240, face), "png"))
-    argv = ["data", "align", str(tmp_path / "photos"), "--out", str(tmp_path / "faces"), "--encoding", "png"]
-    assert main([*argv, "--detector", "mtcnn"]) == 0
-    made = open_dataset(tmp_path / "faces", image_size=None)
-    picture = photo(300, 240, (150, 120, 30))
-    expected = align_face(picture, detector.main_face(picture).landmarks, 112)
-    assert torch.equal(made.image(0), expected)
-    assert len(made) == 2
 
 
 def test_without_the_extra_the_line_that_installs_it_is_named(monkeypatch):

@@ -7,48 +7,24 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from support.backbones import pictures
+from support.scrfd import write_model
 
 from plsc.embedding.embedder import open_embedder
 from plsc.errors import DataError, UsageError
 
-CPU = torch.device("cpu")
-NUMBERS = {
-    "float": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "double": TensorProto.DOUBLE,
-    "uint8": TensorProto.UINT8,
-    "int64": TensorProto.INT64,
-}
+CPU, FLOAT = torch.device("cpu"), TensorProto.FLOAT
 
 
-def pictures(count: int, size: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+def write(path: Path, nodes: list[Any], *, shape: list[Any], outputs: tuple[str, ...] = ("y",), **more: Any) -> Path:
+    return write_model(path, nodes, shape, outputs, **more)
 
 
-def write(
-    path: Path,
-    nodes: list[Any],
-    *,
-    shape: list[Any],
-    dtype: str = "float",
-    constants: dict[str, Any] | None = None,
-    outputs: tuple[str, ...] = ("y",),
-    inputs: tuple[str, ...] = ("x",),
-) -> Path:
-    given = [helper.make_tensor_value_info(name, NUMBERS[dtype], shape) for name in inputs]
-    answers = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()]
-    graph = helper.make_graph(nodes, "g", given, answers, weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, str(path))
-    return path
-
-
-def pooling(path: Path, *, shape: list[Any], axes: tuple[int, int] = (2, 3), dtype: str = "float") -> Path:
+def pooling(path: Path, *, shape: list[Any], axes: tuple[int, int] = (2, 3), dtype: int = FLOAT) -> Path:
     """A model whose embedding is the mean of each channel: three numbers that show what its input was."""
     nodes = [
-        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["x"], ["f"], to=FLOAT),
         helper.make_node("ReduceMean", ["f"], ["y"], axes=list(axes), keepdims=0),
     ]
     return write(path, nodes, shape=shape, dtype=dtype)
@@ -77,8 +53,10 @@ def test_a_free_size_is_112(shape: list[Any], tmp_path: Path) -> None:
     torch.testing.assert_close(embedder(pictures(2, 112)), normalised_mean(pictures(2, 112)), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "raw"), [("float16", False), ("double", False), ("uint8", True)])
-def test_the_inputs_type_is_served_and_uint8_gets_the_pixels_themselves(dtype: str, raw: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "raw"), [(TensorProto.FLOAT16, False), (TensorProto.DOUBLE, False), (TensorProto.UINT8, True)]
+)
+def test_the_inputs_type_is_served_and_uint8_gets_the_pixels_themselves(dtype: int, raw: bool, tmp_path: Path) -> None:
     embedder = open_embedder(pooling(tmp_path / "m.onnx", shape=["N", 3, 32, 32], dtype=dtype), device=CPU)
     images = pictures(3, 32)
     expected = images.float().mean(dim=(2, 3)) if raw else normalised_mean(images)
@@ -159,13 +137,13 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
         ({"inputs": ("x", "mask")}, r"has 2 inputs \(x, mask\)"),
         ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
         ({"shape": ["N", 3, 32]}, "not a batch of images"),
-        ({"dtype": "int64"}, "takes tensor.int64."),
+        ({"dtype": TensorProto.INT64}, "takes tensor.int64."),
     ],
 )
 def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(options, message, tmp_path):
     outputs = options.get("outputs", ("y",))
     if options.get("dtype") or len(options.get("shape", [0] * 4)) == 3:
-        nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]
+        nodes = [helper.make_node("Cast", ["x"], ["y"], to=FLOAT)]
     else:
         nodes = [mean_node(output) for output in outputs]
     path = write(tmp_path / "m.onnx", nodes, **{"shape": ["N", 3, 32, 32], **options})

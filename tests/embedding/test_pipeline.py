@@ -10,11 +10,11 @@ import torch
 
 from plsc import models
 from plsc.data.codec import decode_image, encode_image
-from plsc.embedding.embedder import CPU_BATCH, open_embedder
+from plsc.embedding.embedder import open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.pipeline import Batch, StallTimes, embedded_batches
-from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError
+from plsc.models.preprocessing import picture_warnings
 from plsc.tools.entry import main
 
 CPU = torch.device("cpu")
@@ -106,15 +106,6 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("count", [1, CPU_BATCH - 1, CPU_BATCH, 2 * CPU_BATCH + 3])
-def test_any_batch_gives_what_the_module_gives(model, count):
-    images = torch.randint(0, 256, (count, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    module = models.load_model(model).eval()
-    with torch.no_grad():
-        expected = module((images.float() - 127.5) / 127.5)
-    torch.testing.assert_close(open_embedder(model, device=CPU)(images), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_the_precision_that_auto_picks_is_recorded(model, tmp_path):
     assert open_embedder(model, device=CPU, precision="auto").precision == "fp32"
     argv = ["embed", str(model), "--data", "avatars:3x2", "--workers", "0", "--out"]
@@ -127,12 +118,6 @@ def test_the_precision_that_auto_picks_is_recorded(model, tmp_path):
     a, b = made.rows(0, 6), plain.rows(0, 6)
     cosines = np.sum(a * b, axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     assert cosines.min() > 0.999
-
-
-def test_a_batch_of_none_is_refused(model, tmp_path, capsys):
-    argv = ["embed", str(model), "--data", "avatars:3x2", "--out", str(tmp_path / "emb"), "--batch-size", "0"]
-    assert main(argv) == 2
-    assert "--batch-size 0" in capsys.readouterr().err
 
 
 def noise(height: int, width: int) -> torch.Tensor:

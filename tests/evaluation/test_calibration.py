@@ -201,22 +201,3 @@ def test_mirror_images_make_another_contract(model, tmp_path):
     argv = ["eval", str(model), "--data", "avatars:12x3@900", "--calibration", str(out), "--flip", "yes"]
     assert main(argv) == 0
     assert read_calibration(out).contract_id == open_embedder(model).contract_id + "+flip"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message", "code"),
-    [
-        (["raw-pixels", "--data", "avatars:12x3@900", "--calibration", "c.json"], "raw-pixels has no embeddings", 2),
-        (["m", "--ijb", "IJBC", "--calibration", "c.json"], "single images", 2),
-        (["m", "--pairs", "x.bin", "--calibration", "c.json"], "say --flip no", 2),
-        (["m", "--data", "x", "--calibration", "nowhere/c.json"], "name a file in a folder", 2),
-        (["MODEL", "--data", "avatars:3x2@900", "--calibration", "c.json"], "12 different pairs", 1),
-    ],
-)
-def test_a_wrong_request_is_one_line(argv, message, code, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", *(str(model) if word == "MODEL" else word for word in argv)]) == code
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert not (tmp_path / "c.json").exists()

@@ -63,16 +63,6 @@ def test_classes_of_one_image_are_refused(tmp_path, capsys):
     assert f"warning: {line}" in capsys.readouterr().err
 
 
-def test_a_model_file_is_judged_at_its_own_size(tmp_path):
-    from plsc import models
-
-    path = tmp_path / "model.safetensors"
-    models.save_model(models.create("mobilefacenet", embedding_dim=32, image_size=48), path)
-    out = tmp_path / "result.json"
-    assert main(["eval", str(path), "--data", SET, "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["sets"][SET]["rank5"] is not None
-
-
 @pytest.mark.slow
 def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
     argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--batch-size", "5", "--json"]
@@ -96,6 +86,10 @@ def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
         (["raw-pixels", "--data", SET, "--nproc", "0"], "--nproc 0"),
         (["raw-pixels", "--data", SET, "--plot", "roc.txt"], "must end in"),
         (["raw-pixels", "--data", SET, "--plot", "nowhere/roc.png"], "no folder nowhere"),
+        (["raw-pixels", "--data", SET, "--calibration", "c.json"], "raw-pixels has no embeddings"),
+        (["m", "--ijb", "IJBC", "--calibration", "c.json"], "single images"),
+        (["m", "--pairs", "x.bin", "--calibration", "c.json"], "say --flip no"),
+        (["m", "--data", "x", "--calibration", "nowhere/c.json"], "name a file in a folder"),
     ],
 )
 def test_a_wrong_request_is_one_line(argv, message, capsys, tmp_path, monkeypatch):

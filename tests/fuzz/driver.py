@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+
+from support.time_limit import alarm
 
 from fuzz.mutations import mutated_bytes
 from plsc.errors import PlscError
+from plsc.sizes import status_bytes
 
 LONGEST_MESSAGE = 1 << 17  # a line of the file; commands print the beginning alone
 SECONDS, BYTES = 2.0, 256 << 20  # that one input may take: CPU time, and memory beyond what was in use
@@ -105,22 +107,12 @@ def save(failure: Failure, folder: Path, seed: int) -> Path:
 def _bounded() -> Iterator[None]:
     """Raise :class:`Violation` where the block takes too much CPU time, or too much memory at its peak."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(*_: object) -> None:
         raise Violation(f"it takes more than {SECONDS} seconds")
 
     Path("/proc/self/clear_refs").write_text("5")
-    before = _peak()
-    former = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
+    before = status_bytes("VmHWM")
+    with alarm(signal.ITIMER_PROF, signal.SIGPROF, SECONDS, stop):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, former)
-    if (used := _peak() - before) > BYTES:
+    if (used := status_bytes("VmHWM") - before) > BYTES:
         raise Violation(f"it takes {used >> 20} MiB")
-
-
-def _peak() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10

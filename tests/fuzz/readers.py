@@ -36,7 +36,6 @@ from plsc.models import load_model
 from plsc.train.checkpoint_inspection import describe_checkpoint, read_backbone
 
 MAX_PIXELS = 1 << 20
-SMALL_IMAGE = 4096
 IJB = {
     "ijbb_name_5pts_score.txt": b"1.jpg 1 1 2 2 3 3 4 4 5 5 0.9\n2.jpg 1 1 2 2 3 3 4 4 5 5 0.5\n",
     "ijbb_face_tid_mid.txt": b"1.jpg 1 1\n2.jpg 2 2\n",

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clusters import Vectors, clustered, write_set
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
@@ -20,24 +21,6 @@ from plsc.index.query import answer, open_queries
 from plsc.index.recall import choose_held_out
 from plsc.index.tuning import BuildOptions
 
-Vectors = npt.NDArray[np.float32]
-
-
-def clustered(identities: int, images: int, dim: int, seed: int = 0, spread: float = 0.5) -> tuple[Vectors, Any]:
-    """Rows gathered about their identity's direction, shuffled, of different lengths, as embeddings of faces are."""
-    centres = np.random.default_rng(0).standard_normal((identities, dim))
-    random = np.random.default_rng([seed, images])
-    labels = random.permutation(np.repeat(np.arange(identities), images))
-    rows = centres[labels] + spread * random.standard_normal((len(labels), dim))
-    return (rows * random.uniform(1, 30, (len(labels), 1))).astype(np.float32), labels
-
-
-def make(folder: Path, vectors: Vectors, labels: Any = None, **more: Any) -> EmbeddingSet:
-    names = [] if labels is None else [f"id{number}" for number in range(int(labels.max()) + 1)]
-    return write_embedding_set(
-        folder, vectors, contract_id=more.pop("contract", "m"), labels=labels, class_names=names, **more
-    )
-
 
 def brute_force(queries: Vectors, base: Vectors, k: int) -> npt.NDArray[np.float64]:
     unit = [x.astype(np.float64) / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (queries, base)]
@@ -47,7 +30,7 @@ def brute_force(queries: Vectors, base: Vectors, k: int) -> npt.NDArray[np.float
 @pytest.fixture(scope="module")
 def faces(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingSet:
     vectors, labels = clustered(400, 10, 32)
-    return make(tmp_path_factory.mktemp("faces") / "set", vectors, labels)
+    return write_set(tmp_path_factory.mktemp("faces") / "set", vectors, labels)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +70,9 @@ def test_search_against_brute_force(faces: EmbeddingSet, tmp_path: Path, kind: s
 def test_the_effort_grows_with_the_number_of_neighbours(tmp_path: Path, kind: str) -> None:
     rows, labels = clustered(1000, 4, 32, spread=1.0)
     queries, _ = clustered(1000, 1, 32, seed=1, spread=1.0)
-    index = Index.build([make(tmp_path / "set", rows, labels)], tmp_path / "idx", kind=kind, recall=0.95, quiet=True)
+    index = Index.build(
+        [write_set(tmp_path / "set", rows, labels)], tmp_path / "idx", kind=kind, recall=0.95, quiet=True
+    )
     announced = min(index.manifest["recall"]["recall@1"], index.manifest["recall"]["recall@10"])
     truth = brute_force(queries, rows, 300)
     for k in (1, 10, 30, 100, 300):
@@ -123,7 +108,7 @@ def test_exact_search_of_any_size(tmp_path_factory, rows, dim, k, seed):
     random = np.random.default_rng(seed)
     vectors = random.standard_normal((rows, dim)).astype(np.float32)
     queries = random.standard_normal((3, dim)).astype(np.float32)
-    index = Index.build([make(folder / "set", vectors)], folder / "idx", quiet=True)
+    index = Index.build([write_set(folder / "set", vectors)], folder / "idx", quiet=True)
     found = index.search(queries, k)
     np.testing.assert_allclose(found.scores, brute_force(queries, vectors, k), atol=1e-6)
     assert index.search(vectors, 1).scores.min() > 1 - 1e-6
@@ -132,7 +117,9 @@ def test_exact_search_of_any_size(tmp_path_factory, rows, dim, k, seed):
 def test_rows_that_cannot_be_searched_are_left_out_and_counted(tmp_path: Path) -> None:
     vectors, labels = clustered(5, 8, 16)
     vectors[3], vectors[4, 2], vectors[5, 0], vectors[6] = 0, np.nan, np.inf, 0
-    index = Index.build([make(tmp_path / "set", vectors, labels, errors={3: "broken"})], tmp_path / "idx", quiet=True)
+    index = Index.build(
+        [write_set(tmp_path / "set", vectors, labels, errors={3: "broken"})], tmp_path / "idx", quiet=True
+    )
     assert index.manifest["left_out"] == {"error": 1, "not_finite": 2, "zero": 1}
     assert len(index) == 36
     assert not set(index.search(vectors[7:8], 40).ids[0].tolist()) & {3, 4, 5, 6}
@@ -198,17 +185,18 @@ def test_check_measures_instead_of_repeating(faces: EmbeddingSet, tmp_path: Path
 
 def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
     vectors = np.eye(4, dtype=np.float32)
-    small, other = make(tmp_path / "s", vectors), make(tmp_path / "o", vectors, contract="n")
+    small, other = write_set(tmp_path / "s", vectors), write_set(tmp_path / "o", vectors, contract="n")
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([], {}, UsageError, "no embedding set"),
         ([small, other], {}, UsageError, "cannot be compared"),
         ([small, tmp_path / "s"], {}, UsageError, "given twice"),
-        ([small, make(tmp_path / "w", np.eye(5, dtype=np.float32))], {}, UsageError, "w holds vectors of 5"),
+        ([small, write_set(tmp_path / "w", np.eye(5, dtype=np.float32))], {}, UsageError, "w holds vectors of 5"),
         ([small], {"recall_at": 5}, UsageError, "recall at 5"),
         ([small], {"kind": "best"}, UsageError, "no kind 'best'"),
         ([small], {"kind": "ivf"}, UsageError, "ivf needs 400 rows and there are 4"),
         ([small], {"kind": "hnsw"}, UsageError, "hnsw needs 20 rows"),
         ([small], {"recall": 1.5}, UsageError, "recall 1.5"),
+        *(([small], {"latency_ms": latency}, UsageError, "it lies above 0") for latency in (0, -1.0, float("nan"))),
         ([tmp_path / "missing"], {}, UsageError, "there is no folder .*missing"),
         ([faces.folder.parent], {}, DataError, "is no plsc embedding set"),
     ]
@@ -216,8 +204,8 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
         with pytest.raises(error, match=text):
             build(sets, tmp_path / "idx", BuildOptions(quiet=True, **more))
         assert not (tmp_path / "idx").exists()
-    empty = make(tmp_path / "e", np.empty((0, 4), np.float32))
-    zeros = make(tmp_path / "z", np.zeros((3, 4), np.float32))
+    empty = write_set(tmp_path / "e", np.empty((0, 4), np.float32))
+    zeros = write_set(tmp_path / "z", np.zeros((3, 4), np.float32))
     for nothing in (empty, zeros):
         with pytest.raises(DataError, match="no embedding that can be searched"):
             build([nothing], tmp_path / "idx", BuildOptions(quiet=True))
@@ -234,7 +222,7 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
 
 def test_a_damaged_set_is_refused_and_a_rebuild_replaces(faces: EmbeddingSet, tmp_path: Path) -> None:
     vectors, labels = clustered(3, 4, 8)
-    source = make(tmp_path / "set", vectors, labels)
+    source = write_set(tmp_path / "set", vectors, labels)
     Index.build([source], tmp_path / "idx", quiet=True)
     with pytest.raises(UsageError, match="exists already: give overwrite=True"):
         Index.build([faces], tmp_path / "idx", quiet=True)
@@ -282,7 +270,7 @@ def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, exact: Index
 def test_queries_from_a_set(faces: EmbeddingSet, exact: Index, tmp_path: Path) -> None:
     vectors = faces.rows(0, 4)
     vectors[1], vectors[2, 0] = 0, np.inf
-    make(tmp_path / "q", vectors, keys=["a", "b", "c", "d"], errors={3: "broken JPEG"})
+    write_set(tmp_path / "q", vectors, keys=["a", "b", "c", "d"], errors={3: "broken JPEG"})
     answers = answer(exact, open_queries(exact, tmp_path / "q"), 2)
     assert [a["query"] for a in answers] == ["a", "b", "c", "d"]
     best = answers[0]["matches"][0]
@@ -293,7 +281,7 @@ def test_queries_from_a_set(faces: EmbeddingSet, exact: Index, tmp_path: Path) -
     assert "zero" in answers[1]["error"]
     assert "finite" in answers[2]["error"]
     assert answers[3]["error"] == "broken JPEG"
-    make(tmp_path / "other", vectors[:1], contract="another")
+    write_set(tmp_path / "other", vectors[:1], contract="another")
     with pytest.raises(UsageError, match="another model or preprocessing"):
         open_queries(exact, tmp_path / "other")
     with pytest.raises(UsageError, match="there is no"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.clusters import clustered, write_set
 
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import IntegrityError, UsageError
 from plsc.index import Index, ann
 from plsc.index.build import build
@@ -21,23 +21,6 @@ from plsc.index.tuning import BuildOptions
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 LONG = "PLSC_TEST_LONG" in os.environ
-
-
-def clustered(folder: Path, rows: int, dim: int, seed: int = 0) -> EmbeddingSet:
-    """Ten rows about each of as many directions as that takes."""
-    random = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).standard_normal((max(1, rows // 10), dim), np.float32)
-    labels = random.integers(0, len(centres), rows)
-    vectors = centres[labels] + 0.5 * random.standard_normal((rows, dim), np.float32)
-    names = [f"id{n}" for n in range(len(centres))]
-    return write_embedding_set(
-        folder,
-        vectors,
-        contract_id="m",
-        labels=labels,
-        class_names=names,
-        keys=[f"{folder.name}/{n}" for n in range(rows)],
-    )
 
 
 @pytest.fixture
@@ -52,14 +35,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> list[EmbeddingSet]:
     folder = tmp_path_factory.mktemp("sets")
-    return [clustered(folder / f"s{n}", 1000, 32, n) for n in range(4)]
+    keys = [[f"s{n}/{row}" for row in range(1000)] for n in range(4)]
+    return [write_set(folder / f"s{n}", *clustered(100, 10, 32, n), keys=keys[n]) for n in range(4)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: its limits and its /proc")
 def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
     """100 MB of vectors in four sets are built into an IVF index within 32 MiB; without a limit they all are held."""
-    sets = [str(clustered(tmp_path / f"s{n}", 12_500, 512, n).folder) for n in range(4)]
+    sets = [str(write_set(tmp_path / f"s{n}", *clustered(1250, 10, 512, n)).folder) for n in range(4)]
 
     def peak(memory: int) -> int:
         script = [sys.executable, str(ROOT / "tests" / "support" / "watched_build.py")]

@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
+from support.clusters import write_set
 
-from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError
 from plsc.index import Index, ann, tuning
 from plsc.index.ann import ApproximateSearch
@@ -126,8 +126,7 @@ def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):
 def test_an_index_is_exact_unless_that_misses_the_latency(
     gallery, tmp_path, monkeypatch, capsys, asked, exact, structures, kind
 ):
-    names = [f"id{number}" for number in range(ROWS // PER_PERSON)]
-    write_embedding_set(tmp_path / "set", gallery[0], contract_id="m", labels=gallery[1], class_names=names)
+    write_set(tmp_path / "set", *gallery)
     remaining = iter(structures)
 
     def time_of(search, *_):  # the exact search is a method, a structure's a function
@@ -144,14 +143,6 @@ def test_an_index_is_exact_unless_that_misses_the_latency(
     assert f"single query {chosen:.2f} ms, exact 5.00, asked {asked:g}" in capsys.readouterr().out
     assert not list(remaining)
     check(tmp_path / "idx")
-
-
-@pytest.mark.parametrize("latency", ["0", "-1", "nan"])
-def test_a_latency_lies_above_nothing(tmp_path, gallery, latency, capsys):
-    write_embedding_set(tmp_path / "set", gallery[0], contract_id="m")
-    argv = ["index", "build", str(tmp_path / "set"), "--out", str(tmp_path / "idx"), f"--latency-ms={latency}"]
-    assert main(argv) == 2
-    assert "it lies above 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -171,8 +162,7 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
 @pytest.mark.slow
 def test_compressed_rows_are_ranked_by_their_true_scores(tmp_path):
     rows, labels = people(11_000, 5)
-    names = [f"id{number}" for number in range(ROWS // PER_PERSON)]
-    write_embedding_set(tmp_path / "set", rows, contract_id="m", labels=labels, class_names=names)
+    write_set(tmp_path / "set", rows, labels)
     manifest = Index.build([tmp_path / "set"], tmp_path / "idx", kind="pq", recall=0.9, quiet=True).manifest
     assert (manifest["kind"], manifest["parameters"]["bytes"]) == ("pq", DIM // 4)
     assert (tmp_path / "idx" / "index.faiss").stat().st_size < rows.nbytes / 3

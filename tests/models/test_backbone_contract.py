@@ -4,35 +4,17 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from support.backbones import trained_a_little, values
 
 import plsc.models
 from plsc.errors import UsageError
-from plsc.models import Backbone, vit
+from plsc.models import vit
 
 # Small in each family: what they share with the large ones is code, not numbers.
 CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet7", "resnet8", "vit_tiny"}
 NAMES = (*plsc.models.names(), "timm:test_vit", "timm:test_resnet", "turned:resnet8")
 RUN_NAMES = tuple(name for name in NAMES if name in CHEAP or name.startswith("timm:"))
 DIM = 24
-
-
-def images(count: int, size: int, seed: int = 0) -> Tensor:
-    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-
-
-def trained_a_little(name: str, size: int, **options: object) -> Backbone:
-    """A backbone whose running statistics are those of data: fresh ones leave eval outputs without meaning."""
-    torch.manual_seed(1)
-    model = plsc.models.create(name, embedding_dim=DIM, image_size=size, **options)
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.momentum = 0.9
-    model.train()
-    with torch.no_grad():
-        for seed in range(2):
-            model(images(6, size, seed))
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["resnet8", "timm:test_resnet"])  # the latter would take any size
@@ -57,9 +39,9 @@ def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
 @pytest.mark.parametrize("size", [32, 48, 112])
 def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -> None:
-    model = trained_a_little(name, size)
+    model = trained_a_little(name, size, DIM)
     with torch.no_grad():
-        answer = model(images(3, size, seed=9))
+        answer = model(values(3, size, seed=9))
     assert answer.shape == (3, DIM)
     assert answer.isfinite().all()
     assert torch.pdist(answer).min() > 1e-4 * answer.norm(dim=1).max()
@@ -70,7 +52,7 @@ def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -
 def test_gradients_reach_every_trainable_parameter(name: str) -> None:
     torch.manual_seed(0)
     model = plsc.models.create(name, embedding_dim=DIM, image_size=32).train()
-    answer = model(images(4, 32))
+    answer = model(values(4, 32))
     (answer * torch.randn_like(answer)).sum().backward()
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -84,10 +66,10 @@ def test_gradients_reach_every_trainable_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_evaluation_is_the_same_again_alone_in_a_fresh_model_and_nearly_in_bf16(name: str) -> None:
-    model = trained_a_little(name, 32)
+    model = trained_a_little(name, 32, DIM)
     other = plsc.models.create(name, embedding_dim=DIM, image_size=32).eval()
     other.load_state_dict(copy.deepcopy(model.state_dict()), strict=True)
-    batch = images(4, 32, seed=5)
+    batch = values(4, 32, seed=5)
     with torch.no_grad():
         together = model(batch)
         assert torch.equal(together, model(batch))
@@ -107,31 +89,11 @@ def test_bf16_autocast_trains_and_keeps_the_last_layers_in_fp32(name: str) -> No
     last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
     last.register_forward_hook(lambda module, given, answer: seen.append(answer.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        answer = model(images(4, 32))
+        answer = model(values(4, 32))
     answer.square().sum().backward()
     assert answer.dtype == torch.float32
     assert seen == [torch.float32]
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny"])
-def test_torch_export_keeps_the_batch_free(name: str) -> None:
-    model = trained_a_little(name, 32)
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(model, (images(2, 32),), dynamic_shapes=({0: batch},)).module()
-    for count in (1, 3):
-        with torch.no_grad():
-            torch.testing.assert_close(program(images(count, 32)), model(images(count, 32)))
-
-
-def test_channels_last_changes_nothing_but_the_layout() -> None:
-    model = trained_a_little("iresnet18", 32)
-    batch = images(3, 32)
-    with torch.no_grad():
-        expected = model(batch)
-        got = model.to(memory_format=torch.channels_last)(batch.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_dropout_acts_in_training_only_and_has_no_keys() -> None:
@@ -140,12 +102,12 @@ def test_dropout_acts_in_training_only_and_has_no_keys() -> None:
     assert list(model.state_dict()) == list(plsc.models.create("iresnet18", image_size=32).state_dict())
     model.eval()
     with torch.no_grad():
-        assert torch.equal(model(images(2, 32)), model(images(2, 32)))
+        assert torch.equal(model(values(2, 32)), model(values(2, 32)))
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 module.eval()
         model.dropout.train()
-        assert not torch.equal(model(images(2, 32)), model(images(2, 32)))
+        assert not torch.equal(model(values(2, 32)), model(values(2, 32)))
 
 
 def test_branches_that_are_kept_make_up_for_those_that_are_dropped() -> None:
@@ -156,13 +118,13 @@ def test_branches_that_are_kept_make_up_for_those_that_are_dropped() -> None:
 def test_masked_patches_train_the_mask_token_and_leave_evaluation_alone() -> None:
     torch.manual_seed(0)
     model = plsc.models.create("vit_tiny", embedding_dim=DIM, image_size=32, mask_ratio=0.5, drop_path=0.0)
-    model.train()(images(4, 32)).square().sum().backward()
+    model.train()(values(4, 32)).square().sum().backward()
     assert model.mask_token.grad is not None
     assert model.mask_token.grad.abs().sum() > 0
     whole = plsc.models.create("vit_tiny", embedding_dim=DIM, image_size=32)
     whole.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(model.eval()(images(2, 32)), whole.eval()(images(2, 32)))
+        assert torch.equal(model.eval()(values(2, 32)), whole.eval()(values(2, 32)))
 
 
 def test_unmasked_tokens_return_to_their_own_places() -> None:

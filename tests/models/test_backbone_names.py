@@ -72,16 +72,6 @@ def test_wrong_numbers_and_options_are_refused_in_one_line(request_: dict[str, o
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-@given(st.sampled_from(["iresnet18", "mobilefacenet", "vit_tiny"]), st.integers(2, 20), st.integers(1, 64))
-@settings(max_examples=10, deadline=None)
-def test_every_multiple_of_16_from_32_up_works(name: str, sixteens: int, dim: int) -> None:
-    size = 16 * sixteens
-    with torch.device("meta"):
-        model = plsc.models.create(name, image_size=size, embedding_dim=dim).eval()
-        assert model(torch.empty(2, 3, size, size)).shape == (2, dim)
-
-
 def test_a_registered_function_is_created_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backbone, "_builders", dict(backbone._builders))
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 import plsc.models
 from plsc.errors import DataError, PlscError, UsageError
 
-ALL = [*plsc.models.names(), "timm:test_vit"]
 SMALL = ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet", "turned:timm:test_vit"]
 
 

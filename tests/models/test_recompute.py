@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.backbones import values
 from torch import Tensor, nn
 
 import plsc.models
@@ -26,10 +27,6 @@ FAMILIES: list[tuple[str, dict[str, Any], int]] = [
 IDS = [name for name, _, _ in FAMILIES]
 
 
-def images(count: int = 4, size: int = 32) -> Tensor:
-    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
 def made(name: str, options: dict[str, Any], size: int = 32) -> Backbone:
     torch.manual_seed(1)
     return plsc.models.create(name, embedding_dim=24, image_size=size, **options).train()
@@ -40,7 +37,7 @@ def passed(model: Backbone, dtype: torch.dtype | None = None) -> dict[str, Tenso
     torch.manual_seed(3)
     for _ in range(2):  # gradients add up, as under accumulation
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            embeddings = model(images())
+            embeddings = model(values(4, 32))
         embeddings.square().sum().backward()
     left = {"embeddings": embeddings, "next random number": torch.rand(())}
     left |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -59,7 +56,7 @@ def saved_bytes(model: nn.Module, count: int, size: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = model(images(count, size))
+        kept = model(values(count, size))
     assert kept.requires_grad
     return sum(sizes.values())
 
@@ -109,7 +106,7 @@ def test_a_copy_recomputes_its_own_blocks_and_evaluation_recomputes_nothing() ->
     assert all(weight.grad is not None for weight in twin.parameters())
     calls: list[int] = []
     twin.blocks[0].residual.register_forward_hook(lambda *_: calls.append(1))
-    twin.eval()(images()).sum().backward()
+    twin.eval()(values(4, 32)).sum().backward()
     assert len(calls) == 1
 
 
@@ -127,7 +124,7 @@ def test_a_real_pass_keeps_within_the_budget(name: str, size: int, share: float)
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         chosen = recompute_activations(model, "budget", budget=budget, images=16)
         with LiveBytes(model) as ledger:
-            model(images(16, size)).sum().backward()
+            model(values(16, size)).sum().backward()
         peaks[budget] = ledger.peak
     assert chosen < len(model.segments())
     assert peaks[share] <= 1.01 * share * peaks[1.0]

@@ -65,7 +65,7 @@ def test_kernels_for_older_x86_processors_agree_with_float64(tmp_path, source, p
 @on_x86_64
 @pytest.mark.parametrize("source", ["head_kernels", "scan_kernels"])
 def test_the_matrix_tiles_compile(tmp_path, source):
-    """A processor that has them runs them in test_head_kernels.py and test_scan_kernels.py."""
+    """A processor that has them runs them in test_head_kernels.py and index/test_scan.py."""
     made = compiled("g++", "sapphirerapids", SOURCES / f"{source}.cpp", tmp_path / "tiles.o", "-c")
     disassembled = subprocess.run(["objdump", "-d", str(made)], capture_output=True, text=True, check=True)
     assert "tdpbf16ps" in disassembled.stdout

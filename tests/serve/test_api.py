@@ -15,7 +15,8 @@ from support.live_service import CONTRACT, DIM, SIZE, image_input, linear_embedd
 from support.waiting import wait_until
 
 from plsc.data.alignment import TEMPLATE, align_face
-from plsc.data.codec import decode_image, resize_image
+from plsc.data.codec import decode_image
+from plsc.models.preprocessing import resize_image
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import check_direction
 

@@ -16,6 +16,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from plsc.sizes import status_bytes
+
 LIBRARIES = (
     "faiss", "numpy", "onnx", "onnx.numpy_helper", "onnxruntime", "PIL.Image", "safetensors.torch", "timm", "torch",
     "torch.distributed.checkpoint", "torch.export", "torch.export.passes", "torchvision.transforms.v2",
@@ -125,10 +127,10 @@ def _be_command(arguments: list[str], output: int, result: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_CPU, (KILL_SECONDS, KILL_SECONDS))
-        limit = _status("VmSize") + KILL_BYTES
+        limit = status_bytes("VmSize") + KILL_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is in memory
-        before = _status("VmHWM")
+        before = status_bytes("VmHWM")
         from plsc.tools.entry import main
 
         try:
@@ -137,15 +139,9 @@ def _be_command(arguments: list[str], output: int, result: int) -> None:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(result, str((_status("VmHWM") - before) / 2**20).encode())
+        os.write(result, str((status_bytes("VmHWM") - before) / 2**20).encode())
     finally:
         os._exit(code)
-
-
-def _status(name: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
 
 
 if __name__ == "__main__":

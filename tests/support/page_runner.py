@@ -282,10 +282,10 @@ class PageRun:
         return 0 if set(argv) <= set(targets) else 2
 
     def _pip(self, argv: list[str]) -> int:
-        """Accept installations of this project, with extras that it has. Tests do not install."""
+        """Accept installations of this project, with extras that it has, and removals. Tests do neither."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = {name for word in argv for found in re.findall(r"\[(.*)\]", word) for name in found.split(",")}
-        return 0 if argv[0] == "install" and extras <= set(project["optional-dependencies"]) else 2
+        return 0 if argv[0] in ("install", "uninstall") and extras <= set(project["optional-dependencies"]) else 2
 
     def _git(self, argv: list[str]) -> int:
         """Let the page's own folder pass for the clone. Tests do not clone."""

@@ -78,13 +78,14 @@ def write_model(
     outputs: Sequence[str],
     constants: dict[str, Any] | None = None,
     *,
+    inputs: Sequence[str] = ("x",),
     dtype: int = TensorProto.FLOAT,
     domain: str | None = None,
 ) -> Path:
-    """Write an ONNX file with the input x of ``shape``."""
+    """Write an ONNX file whose ``inputs`` have one ``shape``."""
     weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()]
     answers = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    given = [helper.make_tensor_value_info("x", dtype, list(shape))]
+    given = [helper.make_tensor_value_info(name, dtype, list(shape)) for name in inputs]
     opsets = [helper.make_opsetid("", 17)] + ([helper.make_opsetid(domain, 1)] if domain else [])
     graph = helper.make_graph(list(nodes), "g", given, answers, weights)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))

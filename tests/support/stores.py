@@ -170,15 +170,13 @@ class Kit:
 
     def again(self, store: Store) -> Store:
         """Close ``store``, the latest fresh one, and open it again."""
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         return self._keep(self._open_patiently())
 
     def restored(self, store: Store, snapshot: Path) -> Store:
         """A new store made of a snapshot of ``store``, the latest fresh one, which is closed."""
         former = Path(self._spec)
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         if self.kind not in ("sqlite", "encrypted"):
             store = self.fresh()
             copy_into(store, snapshot)
@@ -191,8 +189,7 @@ class Kit:
         """Put ``store`` under another key file and back, where it has one; returns it opened again."""
         if self._key_file is None:
             return store
-        store.close()
-        self._opened.remove(store)
+        self._shut(store)
         other = new_key_file(Path(f"{self._spec}.key"))
         rotate_key(Path(self._spec), self._key_file, other)
         rotate_key(Path(self._spec), other, self._key_file)
@@ -206,6 +203,10 @@ class Kit:
         for store in self._opened:
             store.close()
         self._opened.clear()
+
+    def _shut(self, store: Store) -> None:
+        store.close()
+        self._opened.remove(store)
 
     def _keep(self, store: Store) -> Store:
         self._opened.append(store)

@@ -5,7 +5,7 @@ import faulthandler
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,10 +30,17 @@ def time_limit(seconds: float = LIMIT_SECONDS) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
         yield
         return
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    with alarm(signal.ITIMER_REAL, signal.SIGALRM, seconds, expire):
+        yield
+
+
+@contextlib.contextmanager
+def alarm(timer: int, number: int, seconds: float, handler: Callable[..., None]) -> Iterator[None]:
+    """Call ``handler`` by the signal ``number`` of a timer after ``seconds`` within the block."""
+    before = signal.signal(number, handler)
+    signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)

@@ -7,7 +7,6 @@ those of the interpreter and its libraries, of memory that the system could not 
 """
 
 import json
-import re
 import sys
 import threading
 from pathlib import Path
@@ -17,13 +16,7 @@ import numpy as np
 from plsc.index.build import build
 from plsc.index.scan import load_faiss
 from plsc.index.tuning import BuildOptions
-
-
-def status(name: str) -> int:
-    """A figure of this process in bytes."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+from plsc.sizes import status_bytes
 
 
 class Peak(threading.Thread):
@@ -35,7 +28,7 @@ class Peak(threading.Thread):
 
     def run(self) -> None:
         while not self.over.wait(0.001):
-            self.bytes = max(self.bytes, status("RssAnon"))
+            self.bytes = max(self.bytes, status_bytes("RssAnon"))
 
 
 def warm_up() -> None:
@@ -55,7 +48,7 @@ def main() -> None:
     warm_up()
     peak = Peak()
     peak.start()
-    before = status("RssAnon")
+    before = status_bytes("RssAnon")
     manifest = build(sets, Path(out), BuildOptions(kind=kind, recall=0.5, memory=int(memory) or None, quiet=True))
     peak.over.set()
     peak.join()

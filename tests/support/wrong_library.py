@@ -15,15 +15,9 @@ def plant(monkeypatch, folder: Path, code: str = SOURCE) -> list[Path]:
 
     def compile_instead(command, **options):
         if "-o" in command:
-            (folder / "other.cpp").write_text(code)
-            command = [
-                command[0],
-                "-shared",
-                "-fPIC",
-                "-o",
-                command[command.index("-o") + 1],
-                str(folder / "other.cpp"),
-            ]
+            source = folder / "other.cpp"
+            source.write_text(code)
+            command = [command[0], "-shared", "-fPIC", "-o", command[command.index("-o") + 1], str(source)]
         return real(command, **options)
 
     build._load.cache_clear()

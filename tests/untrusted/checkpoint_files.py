@@ -17,8 +17,6 @@ from plsc.files import describe_content
 from untrusted.pickled import DEEP
 from untrusted.samples import MANIFESTS, Case, Change, copied, piped
 
-WEIGHT = "backbone.conv1.weight"
-
 
 def _rehash(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -30,9 +30,13 @@ def _node(kind: str, inputs: list[str], outputs: list[str], **attributes: Any) -
     return helper.make_node(kind, inputs, outputs, **attributes)
 
 
-def pooling() -> Any:
-    """A sound model: the mean of each channel."""
-    return model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3], keepdims=0)])
+def pooling(*shape: Any) -> Any:
+    """A sound model: the mean of each channel, of images of 32 pixels or of another shape."""
+    return model([_mean("y")], shape=shape or ("N", 3, 32, 32))
+
+
+def _mean(output: str) -> Any:
+    return _node("ReduceMean", ["x"], [output], axes=[2, 3], keepdims=0)
 
 
 def expanding(*sizes: int) -> Any:
@@ -100,7 +104,7 @@ def _branching() -> Any:
 def _added(name: str) -> list[Any]:
     """Nodes that add the mean of ``name`` to the mean of each channel."""
     nodes = [_node("ReduceMean", [name], ["s"], keepdims=0)]
-    nodes += [_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "s"], ["y"])]
+    nodes += [_mean("p"), _node("Add", ["p", "s"], ["y"])]
     return nodes
 
 
@@ -120,7 +124,7 @@ def endless() -> Any:
         [helper.make_tensor_value_info(*value) for value in (("c2", BOOL, []), ("v2", FLOAT, None))],
     )
     nodes = [
-        _node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0),
+        _mean("p"),
         _node("Loop", ["", "true", "p"], ["y"], body=body),
     ]
     return model(nodes, {"true": np.array(True)})
@@ -154,7 +158,7 @@ def _functions(levels: int) -> Any:
 
 def _external(location: str, before: Callable[[Path], object] = lambda folder: None, length: int = 12) -> Case:
     def make(folder: Path, samples: Samples) -> list[str]:
-        made = model([_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "w"], ["y"])])
+        made = model([_mean("p"), _node("Add", ["p", "w"], ["y"])])
         tensor = TensorProto(name="w", data_type=FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
         for key, value in (("location", location), ("offset", "0"), ("length", str(length))):
             tensor.external_data.add(key=key, value=value)
@@ -183,7 +187,7 @@ def _nested(levels: int) -> bytes:
 
 
 def _wide_constant() -> Any:
-    made = model([_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "w"], ["y"])])
+    made = model([_mean("p"), _node("Add", ["p", "w"], ["y"])])
     made.graph.initializer.append(TensorProto(name="w", data_type=FLOAT, dims=[1 << 40], raw_data=b"abcd"))
     return made
 
@@ -205,13 +209,13 @@ def _described(key: str, value: str) -> Any:
 
 
 def _sized_by_metadata(value: str) -> Any:
-    made = model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3], keepdims=0)], shape=("N", 3, "H", "W"))
+    made = pooling("N", 3, "H", "W")
     made.metadata_props.add(key="plsc.image_size", value=value)
     return made
 
 
 def _misnamed() -> bytes:
-    content: bytes = model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3])]).SerializeToString()
+    content: bytes = pooling().SerializeToString()
     return content.replace(b"ReduceMean", b"ReduceMe\xffn")
 
 
@@ -233,12 +237,8 @@ CASES: dict[str, Case] = {
     "a thousand large products": _embedded(_slow),
     "functions that double": _embedded(lambda: _functions(40)),
     "a weight of 2^40 numbers in four bytes": _embedded(_wide_constant),
-    "a batch of 2^31": _embedded(
-        lambda: model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3])], shape=(2**31, 3, 32, 32))
-    ),
-    "images of 2^20 pixels a side": _embedded(
-        lambda: model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3])], shape=("N", 3, 2**20, 2**20))
-    ),
+    "a batch of 2^31": _embedded(lambda: pooling(2**31, 3, 32, 32)),
+    "images of 2^20 pixels a side": _embedded(lambda: pooling("N", 3, 2**20, 2**20)),
     "images of 2^40 pixels a side by metadata": _embedded(lambda: _sized_by_metadata(str(2**40))),
     "an operator that nobody has": _embedded(lambda: model([_node("Shell", ["x"], ["y"], domain="evil")])),
     "a mean nested deeply": _embedded(lambda: _described("mean", "[" * 100_000)),

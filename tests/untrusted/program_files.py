@@ -1,7 +1,6 @@
 """Programs of torch.export that were made to harm: they run no code, and take memory or time."""
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from plsc.embedding.program import FORMAT, save_program
 from plsc.models.preprocessing import Preprocessing
-from untrusted.samples import EMBED, Case, Samples, arguments
+from untrusted.samples import EMBED, Case, Samples, arguments, members_of, packed
 
 SIDE = 32
 WIDE = 3000
@@ -66,14 +65,11 @@ def _embedded(more: Callable[[Tensor], Tensor]) -> Case:
 def _without_contract(folder: Path, samples: Samples) -> list[str]:
     words = _embedded(lambda images: images.mean())(folder, samples)
     path = folder / "crafted.pt2"
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
+    members = members_of(path.read_bytes())
     name = next(name for name in members if name.endswith("plsc.json"))
     contract: dict[str, Any] = json.loads(members[name])
     members[name] = json.dumps({key: value for key, value in contract.items() if key != "contract_id"}).encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+    path.write_bytes(packed(members))
     return words
 
 

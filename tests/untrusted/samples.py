@@ -1,7 +1,9 @@
 """Sound files that crafted ones are made from: a run and its checkpoint, a model, a set, an index, a gallery."""
 
+import io
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +87,20 @@ def piped(path: Path) -> None:
     """Put a pipe that nobody writes to in the place of a file."""
     path.unlink()
     os.mkfifo(path)
+
+
+def members_of(archive: bytes) -> dict[str, bytes]:
+    """The files in a zip archive."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def packed(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip archive of these files."""
+    with zipfile.ZipFile(content := io.BytesIO(), "w", compression) as file:
+        for name, member in members.items():
+            file.writestr(name, member)
+    return content.getvalue()
 
 
 MANIFESTS: dict[str, Change] = {

@@ -1,6 +1,5 @@
 """Files that were made to harm, read by users' own commands: refused in one line, at once, in little memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ CORPUS: dict[str, dict[str, Case]] = {
 SECONDS, MIB = 2.0, 256.0
 PROGRAM_SECONDS = 6.0  # torch takes a second to load one of 10 MB: a trial has four, and more as the file is larger
 LONGEST_OUTPUT = 4000
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    running = Commands()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

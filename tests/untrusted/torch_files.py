@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from untrusted.pickled import DEEP
-from untrusted.samples import EMBED, Content, Samples, crafted
+from untrusted.samples import EMBED, Content, Samples, crafted, members_of, packed
 
-Members = dict[str, bytes]
 _TUPLES = b"Nq\x05" + b"".join(b"h\x05h\x05\x86q\x05" for _ in range(DEEP))
 
 
@@ -33,22 +32,9 @@ def _state(samples: Samples) -> dict[str, torch.Tensor]:
     return load_file(samples.model)
 
 
-def _members(content: bytes) -> Members:
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def _packed(members: Members, compression: int = zipfile.ZIP_STORED) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return file.getvalue()
-
-
 def _program(program: bytes) -> bytes:
     """A zip archive of torch.save whose pickle is ``program``."""
-    return _packed({"archive/data.pkl": program, "archive/version": b"3\n", "archive/data/0": bytes(64)})
+    return packed({"archive/data.pkl": program, "archive/version": b"3\n", "archive/data/0": bytes(64)})
 
 
 def _legacy(program: bytes) -> bytes:
@@ -59,17 +45,17 @@ def _legacy(program: bytes) -> bytes:
 
 def _bomb(size: int) -> bytes:
     """A state_dict whose only storage inflates to ``size`` bytes of zeros."""
-    members = _members(_saved({"w": torch.zeros(4)}))
+    members = members_of(_saved({"w": torch.zeros(4)}))
     name = next(name for name in members if name.endswith("/data/0"))
     program = next(name for name in members if name.endswith("data.pkl"))
     members[program] = members[program].replace(b"K\x04\x85", b"J" + (size // 4).to_bytes(4, "little") + b"\x85")
     members[name] = bytes(size)
-    return _packed(members, zipfile.ZIP_DEFLATED)
+    return packed(members, zipfile.ZIP_DEFLATED)
 
 
 def _repeated(count: int) -> bytes:
     """An archive whose directory has one stored megabyte ``count`` times."""
-    members = _members(_saved({f"w{n}": torch.zeros(1) for n in range(count)}))
+    members = members_of(_saved({f"w{n}": torch.zeros(1) for n in range(count)}))
     with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
         archive.writestr("archive/data/0", bytes(1 << 20))
         (first,) = archive.filelist
@@ -128,19 +114,19 @@ def _misnamed(samples: Samples) -> bytes:
 
 def _short(samples: Samples) -> bytes:
     """Storages of a byte each."""
-    members = _members(_saved(_state(samples)))
-    return _packed({name: content[:1] if "/data/" in name else content for name, content in members.items()})
+    members = members_of(_saved(_state(samples)))
+    return packed({name: content[:1] if "/data/" in name else content for name, content in members.items()})
 
 
 def _inflated_program() -> bytes:
     members = {"m/archive_format": b"pt2", "m/archive_version": b"0", "m/byteorder": b"little"}
-    return _packed({**members, "m/models/model.json": b" " * (1 << 30)}, zipfile.ZIP_DEFLATED)
+    return packed({**members, "m/models/model.json": b" " * (1 << 30)}, zipfile.ZIP_DEFLATED)
 
 
 def _deep_program() -> bytes:
     graph = {"expr_str": "(" * 5000 + "1" + ")" * 5000}
     members = {"m/archive_format": b"pt2", "m/models/model.json": json.dumps(graph).encode()}
-    return _packed(members)
+    return packed(members)
 
 
 CONTENTS: dict[str, Content] = {

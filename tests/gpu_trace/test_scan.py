@@ -1,0 +1,85 @@
+"""The exact search on a GPU, traced: launches, bytes and host waits of a search, by chunks of rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_trace import runtime
+
+MISSING = runtime.missing()
+ROOT = Path(__file__).parents[2]
+ROWS, DIM, QUERIES, CHUNK = 1000, 64, 8, 400
+LAUNCHES = {"bf16": 74, "bf16, filtered": 81, "fp32": 67, "fp32, filtered": 74}
+SCRIPT = f"""
+import json, warnings
+from unittest.mock import patch
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from gpu_trace.tracer import Tracer, traced
+from plsc.index import scan
+
+warnings.simplefilter("error")
+vectors = np.eye({DIM}, dtype=np.float32)[np.arange({ROWS}) % {DIM}]
+found = {{}}
+with (
+    FakeTensorMode(allow_non_fake_inputs=True),
+    patch.object(FakeTensor, "numpy", lambda tensor: np.zeros(tensor.shape, np.int64)),
+    patch.object(scan, "rank", lambda query, source, candidates, k: (np.zeros(k), np.zeros(k))),
+    patch.object(scan, "_SCORES", {QUERIES * CHUNK}),
+):
+    for precision in ("bf16", "fp32"):
+        for mask in (False, True):
+            tracer = Tracer([1], 1, share_kept=0.02)
+            allowed = np.arange({ROWS}) % 3 > 0 if mask else None
+            with traced(tracer):
+                exact = scan.ExactScan(vectors, precision=precision, device="cuda")
+                tracer.begin_step(last=True)
+                exact.search(vectors[:{QUERIES}], 10, allowed=allowed)
+            found[f"{{precision}}{{', filtered' if mask else ''}}"] = tracer.counts.as_dict()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The counts of a search by precision and filter."""
+    environment = runtime.environment(runtime.build(tmp_path_factory.mktemp("runtime")))
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def by_function(counts: dict[str, int]) -> dict[str, int]:
+    """Counts without the file that all of their places are in."""
+    return {place.removeprefix("plsc/index/scan.py:"): count for place, count in counts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_search_waits_once_for_each_chunk_and_reads_each_row_once(traces: dict[str, Any]) -> None:
+    chunks = -(-ROWS // CHUNK)
+    for name, found in traces.items():
+        width = 2 if name.startswith("bf16") else 4
+        assert found["problems"] == {}
+        assert by_function(found["waits"]) == {
+            "TorchScan._shortlists blocking H2D copy": 2 if "filtered" in name else 1,  # queries, and the mask
+            "_CandidatePool.add nonzero": chunks,
+            "_CandidatePool._prune item": 1,
+            "_CandidatePool._prune index by a mask": 3,
+            "_CandidatePool.finish blocking D2H copy": 2,
+            "_CandidatePool.finish tolist": 1,
+        }
+        products = by_function(found["moved"])["TorchScan._shortlists mm"]
+        assert products == width * (ROWS * DIM + chunks * QUERIES * DIM + ROWS * QUERIES)
+        launches = by_function(found["launches"])
+        assert launches["_CandidatePool.add"] == 9 * chunks
+        assert sum(launches.values()) == LAUNCHES[name], launches
+        assert found["peak"] < 3 * width * ROWS * DIM
