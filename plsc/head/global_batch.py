@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
-from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
+from plsc.parallel.collectives import all_gather_numbers, all_gather_rows
 from plsc.parallel.mesh import Mesh
 
 _TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
@@ -130,11 +130,11 @@ class LocalTargetRows:
         for part in _parts(self.rows, len(strength)):
             picked = self.rows.picked(self.nearest[part])
             factor = strength[part] * picked.inverse_norm.to(dtype)
-            grad_embeddings[part] += picked.weight.to(dtype) * factor[:, None]
+            grad_embeddings[part].addcmul_(picked.weight.to(dtype), factor[:, None])
 
 
-def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Mesh) -> tuple[Tensor, LocalTargetRows]:
-    """Cosines (b,) of the group's samples with their own classes, from all shards in float64, and the local rows.
+def target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, LocalTargetRows]:
+    """Cosines (b,) float64 of the group's samples with their own classes, 0 where another shard's, and the local rows.
 
     Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
 
@@ -142,7 +142,6 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Me
         rows: the shard's rows in this batch.
         features: (b, D) unit embeddings of the group.
         position: (b,) index of each target among the selected classes, −1 where another shard owns it.
-        mesh: whose head group sums the cosines.
     """
     owned = position >= 0
     cos = torch.zeros_like(position, dtype=torch.float64)
@@ -152,19 +151,25 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Me
     nearest = torch.zeros_like(classes)
     for part in _parts(rows, len(position)):
         cos[part], nearest[part] = _nearest_rows(rows, classes[part], features[part])
-    return all_reduce_sum(torch.where(owned, cos, 0), mesh.head), LocalTargetRows(rows, owned, nearest)
+    return torch.where(owned, cos, 0), LocalTargetRows(rows, owned, nearest)
 
 
 def _nearest_rows(rows: ClassRows, classes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Each sample's cosine (n,) with the nearest centre of its class (n,), and that centre's row."""
-    weight = rows.picked(rows.rows_of(classes)).weight.double().view(len(classes), rows.centers, features.shape[1])
-    x = features.double()
-    norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
+    weight = rows.picked(rows.rows_of(classes)).weight.view(len(classes), rows.centers, features.shape[1])
+    norms = _norms(weight, 2) * _norms(features, 1)[:, None]
+    # the product of two bfloat16 is exact in float32: float64 begins with the sum
+    exact = weight.to(torch.float32 if weight.dtype == torch.bfloat16 else torch.float64, copy=True)
+    each = exact.mul_(features[:, None]).sum(2, dtype=torch.float64) / norms.clamp(min=SMALLEST_NORM)
     if rows.centers == 1:
         return each[:, 0], classes
     best, winner = each.max(dim=1)
     return best, classes * rows.centers + winner
+
+
+def _norms(vectors: Tensor, dim: int) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=dim, dtype=torch.float64)
+    return norms
 
 
 def _parts(rows: ClassRows, samples: int) -> Iterator[slice]:

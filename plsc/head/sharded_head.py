@@ -232,9 +232,9 @@ class ShardedHead(nn.Module):
             kinds = f"{type(margin).__name__}, not {type(self.margin).__name__}"
             raise UsageError(f"a head keeps its kind of margin, and this one is {kinds}: make another head")
         self._refuse_while_batches_wait("margin")
-        was_bounded = is_bounded(self.margin)
+        was_bounded = is_bounded(self.margin, self.num_classes)
         self.margin = self.softmax.margin = margin
-        if is_bounded(margin) != was_bounded:  # kernels take bounded logits alone
+        if is_bounded(margin, self.num_classes) != was_bounded:  # kernels take bounded logits alone
             self.backend = self.softmax.backend = self._chosen_backend()
 
     def set_sample_rate(self, sample_rate: float) -> None:
@@ -254,13 +254,28 @@ class ShardedHead(nn.Module):
             raise UsageError(f"the head's {name} cannot change between a loss and its step(): step() first")
 
     def _chosen_backend(self) -> TorchBackend:
-        """The backend for the present margin, the same on replicas. Every rank of head groups calls."""
+        """The backend for the present margin, the same on replicas. Every rank calls."""
         shape = HeadShape(
-            self.mesh.device, self._weight_dtype, self.dim, self.centers, self.margin, self.fp32_precision
+            self.mesh.device,
+            self._weight_dtype,
+            self.dim,
+            self.centers,
+            self.margin,
+            self.fp32_precision,
+            self.num_classes,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
-        names = set(all_gather_object(backend.name, self.mesh.replicas))
-        if len(names) == 1 or backend.name == "torch":
+        if self.mesh.replicas.world_size == 1:
+            return backend
+        everyone, shards = all_gather_object((backend.name, _processor(self.mesh.device)), self.mesh), self.mesh.head
+        for shard in range(shards.world_size):
+            processors = sorted({processor for _, processor in everyone[shard :: shards.world_size]})
+            if len(processors) > 1:  # whose generators give other rows and other sampled classes
+                raise UsageError(
+                    f"replicas of a shard lie on {' and '.join(processors)}, which draw other random numbers: order "
+                    "ranks so that replicas have GPUs of one kind, or shard the table over all ranks (head_ranks = 0)"
+                )
+        if len({name for name, _ in everyone[shards.rank :: shards.world_size]}) == 1 or backend.name == "torch":
             return backend
         # replicas sum gradients chunk by chunk
         return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
@@ -373,3 +388,11 @@ def _check_sample_rate(sample_rate: object) -> None:
     """UsageError unless ``sample_rate`` is a number from 0 to 1."""
     if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
         raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
+
+
+def _processor(device: torch.device) -> str:
+    """What random numbers of torch's generators depend on, beside the seed: a GPU's kind; equal for all CPUs."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} ({properties.multi_processor_count} processors)"

@@ -4,6 +4,7 @@ Notation: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t tar
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -110,11 +111,18 @@ class ShardedSoftmax:
         gathered = gather_batch(embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes)
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
-        cos, local_targets = target_cosines(rows, gathered.features, position, self.mesh)
-        target = self._apply_margin(cos, gathered, training)
-        batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
+        cos, local_targets = target_cosines(rows, gathered.features, position)
+        target: TargetLogit | None = None
+        if self.margin.changes_negatives:  # pass 1 compares them with the targets
+            target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
+        phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
+        batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
         partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
-        losses, log_z, probability, grad = self._normalize(partial, target)
+        sums = self._sum_over_shards(partial, *([cos] if target is None else []))
+        if target is None:
+            target = self._apply_margin(sums[2], gathered, training)
+            batch = replace(batch, phi=target.phi, state=self.margin_state)
+        losses, log_z, probability, grad = self._normalize(partial, target, sums[0], sums[1])
         loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
         scale = self.margin.s / gathered.total
         target_grad = (probability - 1) * target.slope * scale
@@ -134,6 +142,8 @@ class ShardedSoftmax:
         if grad is None:
             return loss, None, pending
         local_targets.add_gradient(grad.mul_(scale), target_grad)
+        # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
+        # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
         gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
         return loss, gradient, pending
@@ -175,22 +185,34 @@ class ShardedSoftmax:
             *[None if values is None else gathered.local_group(values) for values in optional],
         )
 
-    def _normalize(self, partial: PartialSoftmax, target: TargetLogit) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Reduce the shards' sums: losses, log Z and the target's p, all (b,) float64; and this shard's rows / Z.
+    def _sum_over_shards(self, partial: PartialSoftmax, *others: Tensor) -> list[Tensor]:
+        """The shards' largest maximum, their Σ exp(z − maximum) without targets, and the sums of ``others``.
+
+        All are (b,) float64. Sums share a collective: over many ranks each takes as long as its latency.
+        """
+        maximum, total = partial.maximum.double(), partial.total
+        if not is_bounded(self.margin, self.table.shape.num_classes):
+            highest = all_reduce_max(maximum.clone(), self.mesh.head)
+            maximum, total = highest, total * (maximum - highest).exp()
+        return [maximum, *all_reduce_sum(torch.stack([total, *others]), self.mesh.head)]
+
+    def _normalize(
+        self, partial: PartialSoftmax, target: TargetLogit, maximum: Tensor, total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Losses, log Z and the target's p, all (b,) float64, from the shards' sums; and this shard's rows / Z.
 
         The targets' own exponentials, which pass 1 left out, are added here: exactly once, in float64.
         """
         logit = target.phi * self.margin.s
-        local = partial.maximum.double()
-        maximum = local if is_bounded(self.margin) else all_reduce_max(torch.maximum(local, logit), self.mesh.head)
-        total = all_reduce_sum(partial.total * (local - maximum).exp(), self.mesh.head) + (logit - maximum).exp()
-        log_z = maximum + total.log()
+        highest = torch.maximum(maximum, logit)
+        total = total * (maximum - highest).exp() + (logit - highest).exp()
+        log_z = highest + total.log()
         losses = log_z - logit
         if target.penalty is not None:
             losses = losses + target.penalty
         grad = partial.grad_embeddings
         if grad is not None:
-            grad.mul_(((local - maximum).exp() / total).to(grad.dtype)[:, None])
+            grad.mul_(((partial.maximum - highest).exp() / total).to(grad.dtype)[:, None])
         return losses, log_z, (logit - log_z).exp(), grad
 
     def _mean(self, losses: Tensor, total: int) -> Tensor:

@@ -39,21 +39,34 @@ class Stage:
 
     def overwrite_from(self, source: "Stage") -> None:
         """Overwrite the rows that are also in ``source`` with its copies."""
+        if isinstance(self.rows, Tensor) and isinstance(source.rows, slice):
+            self._choose_from(source, self.rows - source.rows.start)
+            return
         here, there = common_rows(self.rows, source.rows)
         for column, values in self.columns.items():
             if column in source.columns:
                 values[here] = source.columns[column][there]
 
+    def _choose_from(self, source: "Stage", there: Tensor) -> None:
+        """Take row ``there`` (n,) of ``source`` where it has it. Only the device knows how many: none is counted."""
+        inside = (there >= 0) & (there < source.count)
+        there = there.clamp(0, max(source.count - 1, 0))
+        for column, values in self.columns.items():
+            if column in source.columns and source.count:
+                shape = (-1, *[1] * (values.dim() - 1))
+                torch.where(inside.view(shape), source.columns[column][there], values, out=values)
+
 
 def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
-    """The positions in ``rows`` and in ``others`` of the rows in both. ``others`` must be sorted, if numbers."""
+    """The positions in ``rows`` and in ``others`` of the rows in both; ``others``, if numbers, are sorted.
+
+    Numbers among a slice are for :meth:`Stage.overwrite_from`.
+    """
     if isinstance(others, slice):
-        if isinstance(rows, slice):
-            first, stop = max(rows.start, others.start), min(rows.stop, others.stop)
-            stop = max(first, stop)
-            return slice(first - rows.start, stop - rows.start), slice(first - others.start, stop - others.start)
-        here = torch.where((rows >= others.start) & (rows < others.stop))[0]
-        return here, rows[here] - others.start
+        assert isinstance(rows, slice)
+        first, stop = max(rows.start, others.start), min(rows.stop, others.stop)
+        stop = max(first, stop)
+        return slice(first - rows.start, stop - rows.start), slice(first - others.start, stop - others.start)
     if isinstance(rows, slice):
         there = torch.where((others >= rows.start) & (others < rows.stop))[0]
         return others[there] - rows.start, there

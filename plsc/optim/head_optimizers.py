@@ -14,7 +14,7 @@ from torch import Tensor
 from plsc.errors import PlscError, UsageError
 from plsc.head.backends import choose_updater
 from plsc.head.backends.self_check import Shard
-from plsc.head.backends.torch_backend import backward_through_normalize
+from plsc.head.backends.torch_backend import squared_norm
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.replicas import Averages
 from plsc.head.sharded_head import ShardedHead
@@ -155,8 +155,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
-                gradient = backward_through_normalize(gradient, chunk)
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # makes no float64 copy
+                total += squared_norm(gradient, chunk)
         return all_reduce_sum(total, self.head.mesh.head).sqrt()
 
     def scale_gradients(self, factor: Tensor | float) -> None:

@@ -87,13 +87,22 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
         return tensor
     if mesh.device.type != "cuda":  # gloo: one all-reduce, of which a slice is kept
         return torch.split(all_reduce_sum(tensor, mesh), sizes)[mesh.rank]
+    parts = pad_parts(tensor, sizes)
+    local = parts.new_empty(parts.shape[1:])
+    with step_part(COMMUNICATION):
+        _reduce_scatter_single(local, parts.flatten(0, 1), dist.ReduceOp.SUM, group=mesh.group)
+    return local[: sizes[mesh.rank]]
+
+
+def pad_parts(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """The parts of (Σ n_r, …) below each other, filled up with zeros to the largest: (ranks, max n_r, …).
+
+    NCCL scatters equal parts. Part r is rank r's: its first n_r rows.
+    """
     most = max(sizes)
     if min(sizes) < most:
         tensor = torch.cat([_pad_rows(rows, most) for rows in torch.split(tensor, sizes)])
-    local = tensor.new_empty((most, *tensor.shape[1:]))
-    with step_part(COMMUNICATION):
-        _reduce_scatter_single(local, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
-    return local[: sizes[mesh.rank]]
+    return tensor.reshape(len(sizes), most, *tensor.shape[1:])
 
 
 def all_gather_numbers(numbers: list[int], mesh: Mesh) -> list[list[int]]:

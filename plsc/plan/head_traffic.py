@@ -95,7 +95,7 @@ def _first_plain(step: _Step) -> int:
     """Pass 1 by PyTorch: its logits, and the rows that both products and the norms' two factors read."""
     # the weighted logits are divided by norms; product read; exp, its sum
     logit = _logits(step) + 8 + _rounded(step) + step.width + 8 + 4
-    logit += 0 if is_bounded(make_margin(step.run.config.head)) else 4 + 8  # maximum, taken off
+    logit += 0 if is_bounded(make_margin(step.run.config.head), step.run.classes) else 4 + 8  # maximum, taken off
     logit += 12 if step.changes_negatives else 0  # times the slope
     return step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + 2 * _FLOAT)
 
@@ -124,12 +124,12 @@ def _updated(step: _Step) -> int:
 
 
 def _gradient_norm(step: _Step) -> int:
-    """Through the norms of the rows, and the gradient's norm (plsc.head.backends.torch_backend)."""
-    row = 0 if step.width == _FLOAT else step.width + _FLOAT  # weights in float32
-    # times 1/norm, times the gradient, its sum, taken off, times 1/norm; the norm
-    row += 8 + 12 + 4 + 12 + 8 + 4
+    """The square of the gradient's norm, from each row's and its part along the row (plsc.head.backends)."""
+    row = 4 + 4 + step.width + 4 + 4  # its norm; times the row, its sum
+    # 1/norm; norm, its square; sum, times 1/norm; taken off, no less than 0, square of 1/norm, times it; summed
+    numbers = 12 + 8 + 16 + 8 + 24 + 32 + 16 + 16 + 24 + 8
     listed = _listed_rows(step) - step.columns["class weights"] if step.is_fused and step.is_listed else 0
-    return step.updated * (row * step.dim + 4 * _FLOAT + listed)
+    return step.updated * (row * step.dim + numbers + listed)
 
 
 def _logits(step: _Step) -> int:
@@ -202,9 +202,10 @@ def _samples(step: _Step) -> int:
     width, centers = step.width, step.run.config.head.centers
     widened = 0 if width == _FLOAT else width + _FLOAT
     number = 2 * width if step.run.head_ranks > 1 else 0  # unpacked
-    number += centers * (2 * width + width + 8 + 8 + 8) + width + 8 + 8 + 8  # rows; both in float64, norms, product
+    exact = _FLOAT if width < _FLOAT else 8  # of the type that holds their products
+    number += centers * (2 * width + width + width + 4 * exact) + 2 * width  # rows; norms, copies, products, sums
     number += 8 + 8  # divided by Z, times s/B
-    number += 2 * width + widened + 8 + 12 + 8  # rows, in float32, weighed, added, stored
+    number += 2 * width + widened + 12  # rows, in float32, weighed and added
     number += 2 * width  # joined for pass 2
     # this rank's own: norm, unit vector, rounded; norm, unit vector, gradient through the norm, times the loss's
     own = 4 + 8 + 4 + width + 4 + 16 + 20 + 12 + 4 + 8

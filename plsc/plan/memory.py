@@ -32,7 +32,6 @@ PROCESSORS = 132  # of an H100
 _HOPPER_SHARED = 227 << 10  # bytes of shared memory that a block of threads may have there
 _FLOAT = 4
 _PASSES: tuple[Pass, Pass] = ("first", "second")
-_NORM_COPIES = 3  # likewise for the gradient's norm: gradient, unit rows, and their product
 WRITES = 3  # copies of rows of a host table whose updates return, at most; one more is in use, and one fetched ahead
 
 
@@ -155,7 +154,7 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         "head, first norms": backbone.forward + waiting + widened,
     }
     if clips_head(run):
-        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["first"]
+        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["norm"]
     return phases
 
 
@@ -176,7 +175,7 @@ def _member(run: PlanConfig) -> int:
 def has_fused_passes(run: PlanConfig, device: Device) -> bool:
     """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
     head, (dtype, precision) = run.config.head, _numbers(run)
-    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision)
+    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision, run.classes)
     return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
 
 
@@ -227,8 +226,8 @@ def _norm_block(run: PlanConfig, device: Device) -> int:
     """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
     rows = chunk_rows(run, device)
     if not has_fused_passes(run, device):
-        return _plain_block(run, rows, passes=2, copies=_NORM_COPIES)
-    return max(_NORM_COPIES * rows * run.dim * _FLOAT, _gradients(run, rows))
+        return _plain_block(run, rows, passes=2)
+    return _gradients(run, rows)
 
 
 def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) -> int:
@@ -238,7 +237,7 @@ def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) ->
         run: the run.
         rows: of a chunk.
         passes: 1, or 2, which makes the rows' gradients.
-        copies: of a chunk's rows, gradient included, that its update or norm makes.
+        copies: of a chunk's rows, gradient included, that its update makes.
     """
     samples = run.samples_of(passes)
     width, dim = run.weight_width, run.dim
@@ -265,22 +264,23 @@ def _logit_bytes(run: PlanConfig, passes: int) -> tuple[int, int]:
 
 
 def _staged(run: PlanConfig, device: Device) -> dict[str, int]:
-    """Copies of rows of a table in host memory, during both passes and ``between`` them.
+    """Copies of rows of a table in host memory, during both passes and ``between`` them, and in pass 2 for the norm.
 
     Sampled rows are fetched once for both passes, and the next batch's ahead of them; without sampling, each pass
     fetches a chunk while it computes on the one before, the first pass without the optimizer's state. Updates of the
     last few are on their way back meanwhile.
     """
     if run.placement == "device":
-        return {"first": 0, "between": 0, "second": 0}
+        return {"first": 0, "between": 0, "norm": 0, "second": 0}
     row = row_bytes(run.config)
     whole, read = sum(row.values()), row["class weights"] + row["1/norms"]
     if run.is_sampled:
-        return dict.fromkeys(("first", "between", "second"), (WRITES + 2) * run.visited_rows * whole)
+        return dict.fromkeys(("first", "between", "norm", "second"), (WRITES + 2) * run.visited_rows * whole)
     rows = chunk_rows(run, device)
     return {
         "first": rows * (WRITES * whole + 2 * read),
         "between": rows * WRITES * whole,
+        "norm": rows * (WRITES * whole + 3 * read),  # the last chunk's until the next gradient is there
         "second": rows * (WRITES + 2) * whole,
     }
 

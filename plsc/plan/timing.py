@@ -12,7 +12,7 @@ from plsc.plan.memory import clips_head, row_bytes
 from plsc.plan.plan_config import PlanConfig
 
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
-SUM_BYTES = 8  # a float64 of each sample in either of two all-reduces; the third one is the vote on the step
+SUM_BYTES = 8  # a float64: of each sample two in one all-reduce; the other one is the vote on the step
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:
 
     return {
         "head, features gathered": seconds("all_gather", dim * run.weight_width + LABEL_BYTES),
-        "head, sums over shards": seconds("all_reduce", 2 * 2 * SUM_BYTES, calls=3),
+        "head, sums over shards": seconds("all_reduce", 2 * 2 * SUM_BYTES, calls=2),
         "head, gradient scattered": seconds("reduce_scatter", dim * 4),
     }
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from plsc.head.class_table import ClassRows, ClassTable
 from plsc.head.sharded_head import ShardedHead
+from plsc.head.staging import _Lane
+from plsc.optim.verdict import Verdict
 from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.mesh import Mesh
 
@@ -80,6 +82,57 @@ def other_order() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def hasty_copy_stream() -> Iterator[None]:
+    """Let streams that copy rows begin without the work enqueued so far."""
+
+    def on_stream(lane: Any, submitted: object, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        with torch.cuda.stream(lane._stream):
+            task(*arguments)
+            lane._stream.synchronize()
+
+    with patch.object(_Lane, "_on_stream", on_stream):
+        yield
+
+
+@contextmanager
+def unfinished_loads() -> Iterator[None]:
+    """Fill the buffer with the next rows while the last ones may still be on their way to the device."""
+    with _without_finish("load"):
+        yield
+
+
+@contextmanager
+def unfinished_stores() -> Iterator[None]:
+    """Store what the buffer holds before the device's rows have come into it."""
+    with _without_finish("store"):
+        yield
+
+
+@contextmanager
+def unready_copies() -> Iterator[None]:
+    """Compute with fetched rows while they may still be on their way."""
+
+    def on_stream(
+        lane: Any, submitted: torch.cuda.Event, task: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        with torch.cuda.stream(lane._stream):
+            lane._stream.wait_event(submitted)
+            task(*arguments)
+
+    with patch.object(_Lane, "_on_stream", on_stream), _without_finish("load"):
+        yield
+
+
+@contextmanager
+def early_verdict() -> Iterator[None]:
+    """Read a step's verdict before its copy has come to the host."""
+    with patch.object(Verdict, "_wait_for", lambda verdict, event: None):
+        yield
+
+
+_COPIED = "host memory, sampled at 0.01, 1 rank"
+
 # Faults by name, with the scenario whose step they are planted into.
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "a CPU tensor": (cpu_tensor, "cosface, 8 ranks"),
@@ -87,6 +140,11 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "an int32 offset": (int32_offset, "50M classes, 1 rank"),
     "a doubled copy": (doubled_copy, "cosface, 8 ranks"),
     "another order of collectives": (other_order, "groups of 8, 64 ranks"),
+    "a copy stream that does not wait": (hasty_copy_stream, _COPIED),
+    "a buffer that is filled too early": (unfinished_loads, _COPIED),
+    "a buffer that is stored too early": (unfinished_stores, _COPIED),
+    "rows that are computed with too early": (unready_copies, _COPIED),
+    "a verdict that is read too early": (early_verdict, "cosface, 8 ranks"),
 }
 
 
@@ -106,6 +164,19 @@ def _behind_forward(action: Callable[[ShardedHead, Tensor], object]) -> Abstract
         return loss
 
     return patch.object(ShardedHead, "forward", acting)
+
+
+@contextmanager
+def _without_finish(name: str) -> Iterator[None]:
+    """Let a task of the lanes not wait for its stream between its copies."""
+    task = getattr(_Lane, name)
+
+    def hasty(lane: Any, *args: Any) -> None:
+        with patch.object(_Lane, "_finish", lambda lane: None):
+            task(lane, *args)
+
+    with patch.object(_Lane, name, hasty):
+        yield
 
 
 def _extra_collective(mesh: Mesh) -> None:

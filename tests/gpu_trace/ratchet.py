@@ -30,6 +30,7 @@ TOLERANCE = {
 TABLE = ("plsc/head/", "plsc/losses/", "plsc/optim/head_optimizers.py")
 SMALLEST_SHARE = 0.001
 SMALLER = "all smaller ones"
+MUST_STAY = "waits that must stay"  # in counts.json: where, and why; one that is gone is a failure
 OWN = ("host waits", "collectives", "collectives, bytes", "Triton launches")
 
 
@@ -51,8 +52,8 @@ def committed() -> dict[str, Any]:
 
 
 def write(scenarios: Mapping[str, Any]) -> None:
-    """Write counts.json anew."""
-    content = {"torch": torch_version(), "scenarios": scenarios}
+    """Write counts.json anew; the waits that must stay are written by hand."""
+    content = {"torch": torch_version(), MUST_STAY: committed()[MUST_STAY], "scenarios": scenarios}
     COUNTS.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -103,7 +104,22 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
             if same_torch or measure in OWN:
                 before, after = old["scenarios"][name][measure], new[name][measure]
                 changes += _difference(f"{name}: {measure}", before, after, TOLERANCE[measure])
+        if name in new and name in old["scenarios"]:
+            changes += _missing_waits(name, old["scenarios"][name], new[name], old.get(MUST_STAY, {}))
     return changes
+
+
+def _missing_waits(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
+) -> list[Change]:
+    """A line for each wait that a result rests on and that became rarer; for those of transfer threads too."""
+    measures = "host waits", "asynchronous copies, bytes"
+    return [
+        Change(f"{name}: a wait that must stay {number} -> {after[measure].get(place, 0)}: {place}: {why}", worse=True)
+        for place, why in reasons.items()
+        for measure in measures
+        if (number := before[measure].get(place, 0)) > after[measure].get(place, 0)
+    ]
 
 
 def _difference(label: str, before: Mapping[str, float], after: Mapping[str, float], tolerance: float) -> list[Change]:

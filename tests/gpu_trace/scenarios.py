@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpu_trace.tracer import Counts, Tracer, traced
+from gpu_trace.tracer import Counts, Tracer, place_of, traced
 from gpu_trace.triton_launches import launches_recorded
 from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
@@ -206,10 +206,8 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
         components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes))
         try:
             _train(Stepper(components), tracer, group, scenario.steps)
-        except RuntimeError as error:  # of fake tensors on two devices, which is noted
-            if not tracer.counts.problems:
-                raise
-            tracer.counts.problems[str(error).splitlines()[0]] += 1
+        except RuntimeError as error:  # of fake tensors on two devices
+            tracer.counts.problems[f"{place_of(error)}: {str(error).splitlines()[0]}"] += 1
     return tracer.counts
 
 

@@ -78,6 +78,21 @@ def test_a_tensor_of_the_host_is_named(traced: Traced):
     )
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("a copy stream that does not wait", r".*:_Lane\.store reads what .* writes"),
+        ("a buffer that is filled too early", r".*:Column\.read writes what .*:_Lane\.load reads"),
+        ("a buffer that is stored too early", r".*:Column\.write reads what .*:_Lane\.store writes"),
+        ("rows that are computed with too early", r".* (reads|writes) what .*:_Lane\.load writes"),
+        ("a verdict that is read too early", r".*:Verdict\.numbers reads what .*:Verdict\.__init__ writes"),
+    ],
+)
+def test_what_nothing_puts_in_order_is_named(traced: Traced, fault: str, says: str):
+    problems = traced[fault][0]["problems"]
+    assert any(re.match(f"{says}, and nothing puts them in order", problem) for problem in problems), problems
+
+
 def test_an_int32_offset_is_named(traced: Traced):
     (problem,) = traced["an int32 offset"][0]["problems"]
     assert "sum_rows(weight): on the way to an address, muli reaches 25,599,999,488 in 32 bits" in problem

@@ -6,9 +6,10 @@ project, so that they stay when lines move.
 
 import functools
 import sys
+import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import plsc
+from gpu_trace.races import Races, written_arguments
 
 ROOT = Path(plsc.__file__).parents[1]
 BACKWARD = "backbone, backward"  # no frame of the project is on the stack of the autograd engine's threads
@@ -71,6 +73,12 @@ def place(beyond: str = "") -> str:
             return label
         frame = frame.f_back  # type: ignore[assignment]
     return BACKWARD
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost function of the project that an error came through."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, (_label(frame.f_code) for frame in reversed(frames))), BACKWARD)
 
 
 class Collective(NamedTuple):
@@ -148,7 +156,9 @@ class Tracer(TorchDispatchMode):
         self.in_background = False
         self.batch, self.batches = 0, 0
         self.step, self.is_last_step = 0, False
+        self.races = Races(self._raced)
         self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()  # on it
+        self._tables: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # in host memory
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def begin_step(self, *, last: bool) -> None:
@@ -182,6 +192,9 @@ class Tracer(TorchDispatchMode):
     def problem(self, text: str) -> None:
         """Note what must not be, and where."""
         self.counts.problems[f"{place()}: {text}"] += 1
+
+    def _raced(self, line: str) -> None:
+        self.counts.problems[line] += 1
 
     # What depends on values.
 
@@ -226,13 +239,16 @@ class Tracer(TorchDispatchMode):
         return _zeros(tuple(tensor.shape), _zero(tensor.dtype))
 
     def wait(self, what: str) -> None:
-        """Count a place where the host waits for the device."""
+        """Count a place where the host waits."""
         target = self.counts.copies if self.in_background else self.counts.waits
         target[f"{place()} {what}" + (", by a transfer thread" if self.in_background else "")] += 1
 
     def _wait_for(self, tensor: Tensor, what: str) -> None:
         if tensor.device.type == "cuda":
             self.wait(what)
+            self.races.wait_for(_current_stream())
+        elif isinstance(tensor, FakeTensor):
+            self.races.use(None, [tensor.untyped_storage()], [], place())
 
     # What an operation does.
 
@@ -250,12 +266,34 @@ class Tracer(TorchDispatchMode):
         if name == "lift_fresh" and made and made[0].device.type == "cuda" and place() != BACKWARD:
             self.wait("tensor of a number")
         devices = {t.device.type for t in (*taken, *made)}
+        if func.is_view and not all(isinstance(tensor, FakeTensor) for tensor in taken):
+            self._tables.update(tensor.untyped_storage() for tensor in made)
+        if func.is_view or name in _NO_KERNEL:
+            return
+        where = place()
+        self._use(taken, [*made, *tree_leaves(written_arguments(func, args, kwargs))], where, "cuda" in devices)
         if name in ("_to_copy", "copy_") and len(devices) > 1:
             self._copy(name, args, kwargs, taken, made)
-        if "cuda" in devices and not func.is_view and name not in _NO_KERNEL:
-            where = place()
+        if "cuda" in devices:
             self.counts.launches[where] += 1
             self.counts.moved[f"{where} {name}"] += _bytes(name, taken, made)
+
+    def _use(self, taken: list[Tensor], written: list[Any], where: str, on_device: bool) -> None:
+        """Note which storages an operation reads and writes.
+
+        But for tables in host memory, which are real: rows are read while others, or older ones, are written, and what
+        is on its way is forwarded (:mod:`plsc.head.staging`).
+        """
+        fake = {id(t): t.untyped_storage() for t in (*taken, *written) if isinstance(t, FakeTensor)}
+        kept = {key: storage for key, storage in fake.items() if storage not in self._tables}
+        stored = {key for key in map(id, written) if key in kept}
+        stream = _current_stream() if on_device else None
+        read = [storage for key, storage in kept.items() if key not in stored]
+        self.races.use(stream, read, [kept[key] for key in stored], where)
+
+    def launched(self, tensors: list[Tensor]) -> None:
+        """Note a launch of a kernel that may write each of its operands."""
+        self._use([], tensors, place(), on_device=True)
 
     def _copy(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], taken: list[Tensor], made: list[Tensor]
@@ -272,6 +310,7 @@ class Tracer(TorchDispatchMode):
             self.counts.copies[f"{place()} {kind}{pinned}"] += source.nbytes
         else:
             self.wait(f"blocking {kind}")
+            self.races.wait_for(_current_stream())
 
     def _collective(self, name: str, args: tuple[Any, ...], taken: list[Tensor]) -> None:
         name = _NCCL_NAMES.get(name, name.removeprefix("c10d::").strip("_").removesuffix("_base"))
@@ -334,6 +373,10 @@ def _group_of(argument: Any) -> ProcessGroup | None:
     return ProcessGroup.unbox(argument) if is_group else None
 
 
+def _current_stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
 def _zero(dtype: torch.dtype) -> Any:
     return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
 
@@ -362,18 +405,30 @@ def _bytes(name: str, taken: list[Tensor], made: list[Tensor]) -> int:
 def traced(tracer: Tracer) -> Iterator[None]:
     """Trace within; synchronisations that are no operations are counted too."""
 
-    def waits(what: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: tracer.wait(what)
+    races = tracer.races
+    record, wait = torch.cuda.Event.record, torch.cuda.Event.wait
 
-    record = torch.cuda.Event.record
-
-    def record_event(event: Any, *args: Any, **kwargs: Any) -> None:
+    def record_event(event: Any, stream: Any = None) -> None:
         event.step = tracer.step
-        record(event, *args, **kwargs)
+        event.knowledge = races.knowledge(_current_stream() if stream is None else stream.cuda_stream)
+        record(event, *([] if stream is None else [stream]))
+
+    def wait_event(event: Any, stream: Any = None) -> None:
+        races.learn(event.knowledge, _current_stream() if stream is None else stream.cuda_stream)
+        wait(event, *([] if stream is None else [stream]))
 
     def synchronize_event(event: Any) -> None:
         now = getattr(event, "step", tracer.step) == tracer.step
         tracer.wait("synchronize of an event" + ("" if now else " of the step before"))
+        races.learn(event.knowledge)
+
+    def synchronize_stream(stream: Any) -> None:
+        tracer.wait("synchronize of a stream")
+        races.wait_for(stream.cuda_stream)
+
+    def synchronize_device(*args: Any) -> None:
+        tracer.wait("synchronize")
+        races.wait_for_all()
 
     def scale(scaler: torch.amp.GradScaler) -> float:
         if scaler.is_enabled():
@@ -400,9 +455,10 @@ def traced(tracer: Tracer) -> Iterator[None]:
         patch.object(torch.UntypedStorage, "resize_", resize_storage),
         patch.object(dist, "batch_isend_irecv", exchange_batch),
         patch.object(FakeTensor, "tolist", lambda tensor: tracer.tolist(tensor)),
-        patch.object(torch.cuda, "synchronize", waits("synchronize")),
-        patch.object(torch.cuda.Stream, "synchronize", waits("synchronize of a stream")),
+        patch.object(torch.cuda, "synchronize", synchronize_device),
+        patch.object(torch.cuda.Stream, "synchronize", synchronize_stream),
         patch.object(torch.cuda.Event, "record", record_event),
+        patch.object(torch.cuda.Event, "wait", wait_event),
         patch.object(torch.cuda.Event, "synchronize", synchronize_event),
         patch.object(torch.amp.GradScaler, "get_scale", scale),
         tracer,

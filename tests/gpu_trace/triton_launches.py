@@ -43,6 +43,7 @@ def _record(tracer: Tracer, kernel: Any, arguments: dict[str, Any], grid: tuple[
             tracer.problem(f"{name}({argument}) is on {tensor.device.type}")
         if not (tensor.is_contiguous() or strided):
             tracer.problem(f"{name}({argument}) is not contiguous, its strides are {tuple(tensor.stride())}")
+    tracer.launched(list(tensors.values()))
     if not tracer.is_last_step:  # all steps launch alike
         return
     for argument, access in _accesses(kernel, *_signature(kernel, arguments), grid).items():

@@ -212,13 +212,15 @@ class LateExecutor:
 
     def submit(self, task: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Return a future that runs ``task`` when it is waited for."""
-        return _LateFuture(task, arguments)
+        return _LateFuture(self, task, arguments)
 
 
 class _LateFuture(Future[Any]):
-    def __init__(self, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, thread: LateExecutor, task: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._task, self._arguments = task, arguments
+        assert LateExecutor.tracer is not None
+        self._thread, self._since = thread, LateExecutor.tracer.races.knowledge()
 
     def result(self, timeout: float | None = None) -> Any:
         if not self.done():
@@ -226,7 +228,8 @@ class _LateFuture(Future[Any]):
             assert tracer is not None
             tracer.in_background, before = True, tracer.in_background
             try:
-                self.set_result(self._task(*self._arguments))
+                with tracer.races.on_thread(self._thread, self._since):
+                    self.set_result(self._task(*self._arguments))
             finally:
                 tracer.in_background = before
         return super().result(timeout)

@@ -1,6 +1,8 @@
 """Loss, gradients and steps of the sharded head against the dense float64 oracle."""
 
+import contextlib
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from reference import Oracle, relative_error
 from support.head_problems import LIMIT, ONE, assert_equal_steps, dense_steps, make_problem, sharded_steps
 
 import plsc
+from plsc.head import sharded_softmax
 from plsc.parallel import Mesh
 
 MARGINS = {
@@ -72,6 +75,51 @@ def test_elasticface_plus_gives_the_hardest_samples_the_largest_margins():
     cos = torch.tensor([0.9, -0.5, 0.2, 0.6], dtype=torch.float64)
     drawn = cos - margin.phi(cos, None, {}, torch.Generator().manual_seed(3))
     assert drawn.argsort().tolist() == [0, 3, 2, 1]
+
+
+def sums_of_a_loss(mesh: Mesh, margin: plsc.losses.margins.Margin) -> list[str]:
+    """The all-reduces of a loss, in order."""
+    head = plsc.ShardedHead(8, 11, mesh, margin)
+    called: list[str] = []
+
+    def noted(name, function):
+        return lambda *args: called.append(name) or function(*args)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("all_reduce_sum", "all_reduce_max"):
+            function = noted(name.removeprefix("all_reduce_"), getattr(sharded_softmax, name))
+            patches.enter_context(patch.object(sharded_softmax, name, function))
+        head(torch.ones(2, 8), torch.arange(2))
+    return called
+
+
+@pytest.mark.parametrize(
+    ("margin", "sums"),
+    [
+        (plsc.ArcFace(), ["sum"]),
+        (plsc.AdaFace(), ["sum"]),
+        (plsc.ElasticFace(plus=True), ["sum"]),
+        (plsc.ArcFace(s=100.0), ["max", "sum"]),
+        (plsc.CurricularFace(s=20.0), ["sum", "sum"]),
+        (plsc.CurricularFace(), ["sum", "max", "sum"]),
+    ],
+)
+def test_targets_and_exponentials_are_summed_together(ranks, margin, sums):
+    """But for margins whose negatives are compared with the targets; large logits need their maximum before."""
+    assert ranks(2, sums_of_a_loss, margin) == [sums] * 2
+
+
+@pytest.mark.parametrize(("s", "classes"), [(78.0, 60_000), (71.0, 60_000), (88.0, 3), (95.0, 3)])
+def test_a_sum_of_many_large_exponentials_is_finite(s, classes):
+    """Every class lies in the embedding's direction: exp(78) of each of 60,000 is no float32."""
+    head = plsc.ShardedHead(2, classes, margin=plsc.Softmax(s=s), backend="torch")
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([1.0, 0.0]).expand(classes, 2))
+    x = torch.tensor([[3.0, 0.0]], requires_grad=True)
+    loss = head(x, torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == pytest.approx(np.log(classes), rel=1e-5)
+    assert torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 53, 1000])

@@ -29,7 +29,7 @@ from support.head_problems import (
 
 import plsc
 from plsc.errors import LabelError, UsageError
-from plsc.head import replicas
+from plsc.head import replicas, sharded_head
 from plsc.parallel import Mesh, with_head_groups
 from plsc.parallel.collectives import all_gather_rows, all_reduce_sum, broadcast_object
 
@@ -146,6 +146,24 @@ def test_tables_that_are_not_on_the_device(ranks, tmp_path, options, rate):
     elsewhere = ranks(*arguments, head_ranks=2, sample_rate=rate, chunk_classes=8, **options)
     for rank, wanted in zip(elsewhere, resident, strict=True):
         assert all(same(got, want) for got, want in zip(rank, wanted, strict=True))
+
+
+def head_on(mesh: Mesh, processors: list[str]) -> str:
+    """What a head says whose ranks are these."""
+    with patch.object(sharded_head, "_processor", lambda device: processors[mesh.rank]):
+        try:
+            plsc.ShardedHead(8, 12, mesh)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("processors", "refused"), [("AABB", True), ("ABAA", True), ("ABAB", False), ("AAAA", False)])
+def test_replicas_on_processors_that_draw_other_numbers_are_refused(ranks, processors, refused):
+    """Ranks 0 and 2 hold one shard, 1 and 3 the other: shards may lie on any kinds, all replicas of one on one."""
+    said = ranks(4, head_on, list(processors), head_ranks=2)
+    assert all(("replicas of a shard lie on A and B" in each) == refused for each in said)
+    assert refused or said == [""] * 4
 
 
 CHUNKED = {"chunk_classes": 8}

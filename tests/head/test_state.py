@@ -5,6 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from reference import Oracle
 from support.head_problems import LOW, ONE, everything, same
 
 import plsc
@@ -235,6 +236,50 @@ def test_clipping_bounds_the_norm_over_backbone_and_shards(ranks, world, head_ra
         assert torch.allclose(table, alone[2], atol=1e-12)
     total = alone[1].square().sum() + (table.square().sum() if both else 0)
     assert total.sqrt().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def squared_gradient(mesh: Mesh, table: torch.Tensor, x: torch.Tensor, y: torch.Tensor, options: dict) -> float:
+    """‖∂loss/∂W‖² by the head's optimizer."""
+    head = plsc.ShardedHead(table.shape[1], len(table) // options.get("centers", 1), mesh, **options)
+    with torch.no_grad():
+        first, stop = (each * head.centers for each in head.class_range)
+        head.weight.copy_(table[first:stop])
+    optimizer = plsc.HeadSGD(head)
+    head(x.chunk(mesh.world_size)[mesh.rank], y.chunk(mesh.world_size)[mesh.rank]).backward()
+    before = head.weight.detach().clone(), head.inverse_norms().clone()
+    norm = optimizer.gradient_norm()
+    assert torch.equal(head.weight, before[0])
+    assert torch.equal(head.inverse_norms(), before[1])
+    return norm.square().item()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "options", "error"),
+    [
+        (torch.float64, {}, 1e-12),
+        (torch.float64, {"centers": 3}, 1e-12),
+        (torch.float64, {"sample_rate": 1e-9}, 1e-12),  # positives alone
+        (torch.float32, {}, 1e-5),
+        (torch.float32, {"backend": "torch"}, 1e-5),
+        (torch.bfloat16, {"backend": "torch"}, 2e-2),
+    ],
+)
+@pytest.mark.parametrize("near", [0.0, 3e-3])
+def test_the_gradients_norm_is_that_of_the_dense_gradient(ranks, world, dtype, options, error, near):
+    """Also where an embedding lies ``near`` its class, and so the gradient by the unit row along the row."""
+    generator = torch.Generator().manual_seed(2)
+    y, centers = torch.tensor([3, 8, 8, 1, 21, 0]), options.get("centers", 1)
+    table = torch.randn(23 * centers, 32, generator=generator).to(dtype)
+    x = torch.randn(6, 32, generator=generator).to(dtype)
+    if near:
+        x = 7 * table[y * centers] + near * x
+    weight = table.double().requires_grad_()
+    sampled = torch.zeros(23, dtype=torch.bool).index_fill_(0, y, value=True) if "sample_rate" in options else None
+    Oracle("arcface", parameters={"m": 0.5}).loss(x.double(), y, weight, centers, sampled).backward()
+    given = {"weight_dtype": dtype, "momentum_dtype": dtype, **options}
+    for got in ranks(world, squared_gradient, table, x.to(torch.promote_types(dtype, torch.float32)), y, given):
+        assert got == pytest.approx(weight.grad.square().sum().item(), rel=error)
 
 
 def scaled_steps(mesh, overflow_rank):

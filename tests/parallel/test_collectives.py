@@ -32,6 +32,23 @@ def test_each_rank_keeps_its_rows_of_the_sum(ranks, sizes):
         assert torch.equal(got, want)
 
 
+def scatter_padded(mesh: Mesh, sizes: list[int]) -> torch.Tensor:
+    """What NCCL's reduce-scatter does with padded parts: part r of the sum is rank r's."""
+    rows = torch.arange(sum(sizes) * 2.0).view(-1, 2) * (mesh.rank + 1)
+    summed = collectives.all_reduce_sum(collectives.pad_parts(rows, sizes), mesh)
+    return summed[mesh.rank]
+
+
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [2, 1], [3, 0, 1], [0, 2, 5, 1]])
+def test_parts_that_are_padded_to_one_size_are_each_ranks_own(ranks, sizes):
+    world = len(sizes)
+    expected = torch.arange(sum(sizes) * 2.0).view(-1, 2) * sum(range(1, world + 1))
+    for got, want in zip(ranks(world, scatter_padded, sizes), expected.split(sizes), strict=True):
+        assert torch.equal(got[: len(want)], want)
+        assert got.shape == (max(sizes), 2)
+        assert not got[len(want) :].any()
+
+
 def largest(mesh: Mesh) -> torch.Tensor:
     return collectives.all_reduce_max(torch.tensor([float(mesh.rank), -float(mesh.rank)]), mesh)
 

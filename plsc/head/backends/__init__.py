@@ -32,6 +32,7 @@ class HeadShape:
         centers: per class.
         margin: of the softmax.
         fp32_precision: of the products over a float32 table.
+        num_classes: of all ranks, which bounds the logits that kernels take; where it is not given, a billion.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class HeadShape:
     centers: int
     margin: Margin
     fp32_precision: Fp32Precision = "ieee"
+    num_classes: int = 10**9
 
     @property
     def products(self) -> str:
@@ -52,7 +54,7 @@ class HeadShape:
         """Why no kernel can take the passes: their logits are s·cos but for the targets', in float32."""
         if self.margin.changes_negatives:
             return f"{type(self.margin).__name__} changes the negatives"
-        return None if is_bounded(self.margin) else "logits that need a running maximum"
+        return None if is_bounded(self.margin, self.num_classes) else "logits that need a running maximum"
 
 
 def choose_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
