@@ -193,7 +193,11 @@ def clips_head(run: PlanConfig) -> bool:
 def fused_tiles(run: PlanConfig) -> tuple[Tile, Tile]:
     """Of Triton's first and second pass on an H100."""
     dtype, precision = _numbers(run)
-    first, second = (shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision) for which in _PASSES)
+    is_general = run.is_sampled or run.config.head.centers > 1
+    first, second = (
+        shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision, is_general=is_general)
+        for which in _PASSES
+    )
     return first, second
 
 

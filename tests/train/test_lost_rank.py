@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
@@ -62,9 +62,15 @@ every_steps = 1
 """
 
 
+def is_at_step(places: Store, rank: int) -> bool:
+    """Whether a rank has told the others by now that it is at a step."""
+    key = f"place/{rank}"
+    return places.check([key]) and b"step" in places.get(key)
+
+
 @contextlib.contextmanager
 def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    """The ranks of a run, at its third step; what is left of them is killed."""
+    """The ranks of a run, at its third step and known to be at a step; what is left of them is killed."""
     (folder / "program.py").write_text(PROGRAM)
     (folder / "recipe.toml").write_text(RECIPE)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -79,7 +85,8 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
         settings = {"cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen([sys.executable, *words], **settings))  # type: ignore[call-overload]
     try:
-        while not all((folder / f"said{rank}").exists() for rank in range(world)):
+        places = PrefixStore("plsc/monitor", store)
+        while not all((folder / f"said{rank}").exists() and is_at_step(places, rank) for rank in range(world)):
             assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1] for rank in ranks if rank.poll()]
             time.sleep(0.02)
         yield ranks

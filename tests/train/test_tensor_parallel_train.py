@@ -70,8 +70,10 @@ def test_losses_are_those_of_one_process(
     assert own == pytest.approx(norms, rel=1e-3)
     shipped, expected = (load_file(each / "model.safetensors") for each in (out, alone[variant]))
     assert shipped.keys() == expected.keys()
+    # adamw divides by a gradient's size: one that is all rounding moves its weight as far as any other
+    atol = 1e-3 if variant == "adamw" else 2e-4
     for name, tensor in expected.items():
-        torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.slow
