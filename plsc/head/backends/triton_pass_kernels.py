@@ -205,10 +205,10 @@ def first_pass(
         w = _tiles(w_at, inside, dim, TILE)
         scores = _scores(w, x, BLOCK_N, BLOCK_B, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
-        own = _along(slot // SLOTS + done, CLASS_AXIS) == _along(targets[0], SAMPLE_AXIS)
-        for label in tl.static_range(1, LABELS):
-            own |= _along(slot // SLOTS + done, CLASS_AXIS) == _along(targets[label], SAMPLE_AXIS)
-        counted = _along(inside, CLASS_AXIS) & ~own
+        counted = _along(inside, CLASS_AXIS)
+        for label in tl.static_range(LABELS):
+            own = _along(slot // SLOTS + done, CLASS_AXIS) == _along(targets[label], SAMPLE_AXIS)
+            counted = counted & ~own
         if CENTERS > 1:
             logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
             counted = counted & _is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS)
