@@ -56,6 +56,7 @@ class Scenario:
         planned: whether ``plsc plan`` knows the step's peak, traffic and collectives within 3%: it takes all batches as
             large as the configuration's.
         steps: to take, until memory in use no longer grows.
+        labels: of a sample; 0: labels are (b,).
     """
 
     ranks: int
@@ -65,6 +66,7 @@ class Scenario:
     sizes: Mapping[int, int] = field(default_factory=dict)
     planned: bool = True
     steps: int = 2
+    labels: int = 0
 
     @property
     def config(self) -> Config:
@@ -180,6 +182,7 @@ SCENARIOS: dict[str, Scenario] = {
         {**ADAMW, "head_ranks": 4, "head.sample_rate": 0.1, "head.weight_dtype": "float32"},
         (0, 7),
     ),
+    "8 labels, 8 ranks": Scenario(8, 10_000_000, planned=False, labels=8),
     **{
         f"{margin}, 8 ranks": Scenario(8, 1_000_000, {"head.margin": margin})
         for margin in margin_keys()
@@ -202,7 +205,7 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
     ):
         components = build(config, scenario.classes, mesh)
         data_rank = components.strategy.data_rank
-        group = [_micro_batch(config, sizes, data_rank) for _ in range(config.optim.accumulate)]
+        group = [_micro_batch(scenario, sizes, data_rank) for _ in range(config.optim.accumulate)]
         components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes))
         try:
             _train(Stepper(components), tracer, group, scenario.steps)
@@ -232,8 +235,10 @@ class UpcomingBatch(NamedTuple):
     next_sizes: list[int]
 
 
-def _micro_batch(config: Config, sizes: list[int], rank: int) -> MicroBatch:
+def _micro_batch(scenario: Scenario, sizes: list[int], rank: int) -> MicroBatch:
     """One data rank's part of a global batch, as its loader brings it."""
-    images = torch.zeros(sizes[rank], *config.data.preprocessing.shape, dtype=torch.uint8, pin_memory=True)
-    labels = torch.zeros(sizes[rank], dtype=torch.int64, pin_memory=True)
+    shape = scenario.config.data.preprocessing.shape
+    images = torch.zeros(sizes[rank], *shape, dtype=torch.uint8, pin_memory=True)
+    widths = (scenario.labels,) if scenario.labels else ()
+    labels = torch.zeros(sizes[rank], *widths, dtype=torch.int64, pin_memory=True)
     return MicroBatch(images, labels, sizes)
