@@ -11,7 +11,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from math import cos, radians, sin
+from math import ceil, cos, radians, sin
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ _KEYS = tuple(re.findall(r":(\w+)=", FORM))
 _RANGE = re.compile(r"([0-9A-Fa-f]{1,6})(?:-([0-9A-Fa-f]{1,6}))?", re.ASCII)
 _COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 _OVERSAMPLING = 2
+_AMOUNTS = np.arange(256) / 255
 
 
 @dataclass(frozen=True)
@@ -209,20 +210,21 @@ def draw_glyph(font: Path, code: int, variant: int, side: int) -> NDArray[np.uin
     from PIL import Image, ImageDraw, ImageFilter
 
     random = KeyedRandom(SEED, zlib.crc32(font.stem.encode()), code, variant)
-    large = side * _OVERSAMPLING
+    blur = _OVERSAMPLING * random.between(0, 0.012) * side
+    edge = ceil(blur) + 2  # of paper, into which the outermost strokes fade
     try:
-        face = _face(str(font), round(0.86 * large))
-        left, top, right, bottom = (int(edge) for edge in face.getbbox(chr(code), anchor="ls"))
+        face = _face(str(font), round(0.86 * side * _OVERSAMPLING))
+        left, top, right, bottom = (int(limit) for limit in face.getbbox(chr(code), anchor="ls"))
         if right <= left or bottom <= top:
             raise DataError(f"{font} has no drawing of U+{code:04X}; leave the font out")
-        glyph = Image.new("L", (right - left + 2, bottom - top + 2))  # a dark edge, which smooths the outermost strokes
-        ImageDraw.Draw(glyph).text((1 - left, 1 - top), chr(code), 255, font=face, anchor="ls")
+        glyph = Image.new("L", (right - left + 2 * edge, bottom - top + 2 * edge))
+        ImageDraw.Draw(glyph).text((edge - left, edge - top), chr(code), 255, font=face, anchor="ls")
     except OSError as error:
         raise DataError(f"{font} cannot draw U+{code:04X}: {error}; leave the font out") from None
-    inverse = _distortion(random, glyph.size, large)
-    placed = glyph.transform((large, large), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
-    ink = placed.reduce(_OVERSAMPLING).filter(ImageFilter.BoxBlur(random.between(0, 0.012) * side))
-    return _levels(random)[np.asarray(ink)]
+    glyph = glyph.filter(ImageFilter.BoxBlur(blur + (_OVERSAMPLING - 1) / 2))  # at least over a pixel of the picture
+    back = _distortion(random, glyph.size, side)
+    ink = np.asarray(glyph.transform((side, side), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR))
+    return np.take(_levels(random), ink)
 
 
 @lru_cache(maxsize=64)
@@ -236,20 +238,21 @@ def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
 def _distortion(random: KeyedRandom, glyph: tuple[int, int], side: int) -> tuple[float, ...]:
     """Draw a rotation, shear, scale and shift; return the map from the picture (side, side) back to the ``glyph``."""
     angle, shear = radians(random.bell(0, 7)), random.bell(0, 0.14)
-    across, down = random.between(0.86, 1.06), random.between(0.86, 1.06)
-    matrix = np.array([[cos(angle), -sin(angle)], [sin(angle), cos(angle)]]) @ [[across, shear], [0, down]]
-    width, height = np.abs(matrix) @ glyph
-    matrix *= min(1.0, 0.96 * side / max(width, height))
-    room = (side - np.abs(matrix) @ glyph) / 2
-    limit = np.minimum(room, 0.05 * side)
-    centre = side / 2 + limit * [random.between(-1, 1), random.between(-1, 1)]
-    back = np.linalg.inv(matrix)
-    offset = np.array(glyph) / 2 - back @ centre
-    return (back[0, 0], back[0, 1], offset[0], back[1, 0], back[1, 1], offset[1])
+    across, down = (random.between(0.86, 1.06) / _OVERSAMPLING for _ in range(2))
+    turn, lean = cos(angle), sin(angle)
+    # [[a, b], [c, d]]: the scales, then the shear, then the rotation. numpy would take longer than all the rest.
+    a, b, c, d = turn * across, (turn * shear - lean) * down, lean * across, (lean * shear + turn) * down
+    width, height = abs(a) * glyph[0] + abs(b) * glyph[1], abs(c) * glyph[0] + abs(d) * glyph[1]
+    shrink = min(1.0, side / max(width, height))
+    x, y = (
+        side / 2 + min((side - shrink * extent) / 2, 0.05 * side) * random.between(-1, 1) for extent in (width, height)
+    )
+    divisor = shrink * (a * d - b * c)
+    a, b, c, d = d / divisor, -b / divisor, -c / divisor, a / divisor
+    return (a, b, glyph[0] / 2 - a * x - b * y, c, d, glyph[1] / 2 - c * x - d * y)
 
 
 def _levels(random: KeyedRandom) -> NDArray[np.uint8]:
     """Draw the grey (256,) of each amount of ink: levels of paper and ink, and how heavy the strokes are."""
     paper, ink, weight = random.between(190, 255), random.between(0, 90), random.between(0.6, 1.5)
-    amount = np.linspace(0, 1, 256) ** weight
-    return np.round(paper + (ink - paper) * amount).astype(np.uint8)
+    return np.round(paper + (ink - paper) * _AMOUNTS**weight).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Fonts of the system: which are installed, the one of each typeface that stands for it, and the characters that it has.
+"""Fonts of the system: which are installed, the one that stands for each typeface, and the characters that it has.
 
 Fonts are looked for in the system's folders and matplotlib's alone; a specification names a font and never a path.
 """

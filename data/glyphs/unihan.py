@@ -73,7 +73,7 @@ def label_columns(codes: NDArray[np.int64], labels: Sequence[str]) -> tuple[NDAr
     columns, names = [np.empty((len(codes), 0), dtype=np.int64)], list[str]()
     for label in labels:
         name, first_value = LABELS[label]
-        said = _property(name)
+        said = _unihan()[name]
         values = [first_value(said[code].split()[0]) if code in said else "" for code in codes.tolist()]
         known = sorted({value for value in values if value}, key=lambda value: (len(value) * value.isdigit(), value))
         number = {value: len(codes) + len(names) + index for index, value in enumerate(known)}
@@ -83,17 +83,16 @@ def label_columns(codes: NDArray[np.int64], labels: Sequence[str]) -> tuple[NDAr
 
 
 @cache
-def _property(name: str) -> dict[int, str]:
-    """The values of one property by code point; the file that holds it differs between versions of Unicode."""
-    found: dict[int, str] = {}
-    paths = [path for part in _FILES for path in sorted(_FOLDER.glob(f"Unihan_{part}.txt*"))]
-    wanted = f"\t{name}\t".encode()
-    for path in paths:
-        with bz2.open(path) if path.suffix == ".bz2" else path.open("rb") as lines:
+def _unihan() -> dict[str, dict[int, str]]:
+    """The values of the properties of :data:`LABELS`, by code point; which file holds one differs between versions."""
+    found: dict[str, dict[int, str]] = {name: {} for name, _ in LABELS.values()}
+    for path in (path for part in _FILES for path in sorted(_FOLDER.glob(f"Unihan_{part}.txt*"))):
+        with bz2.open(path, "rt", encoding="utf-8") if path.suffix == ".bz2" else path.open(encoding="utf-8") as lines:
             for line in lines:
-                if wanted in line:
-                    code, _, value = line.decode().rstrip().split("\t", 2)
-                    found[int(code.removeprefix("U+"), 16)] = value
-    if not found:
-        raise UsageError(f"{_FOLDER} holds no Unihan files with {name}; apt-get install unicode-data brings them")
+                code, _, rest = line.partition("\t")
+                name, _, value = rest.partition("\t")
+                if name in found:
+                    found[name][int(code.removeprefix("U+"), 16)] = value
+    if not all(found.values()):
+        raise UsageError(f"{_FOLDER} holds no whole Unihan; apt-get install unicode-data brings it")
     return found
