@@ -120,7 +120,7 @@ def _ranges(name: str, spec: str) -> tuple[tuple[int, int], ...]:
         return BLOCKS[name]
     match = _RANGE.fullmatch(name)
     if match is None:
-        near = did_you_mean(name, BLOCKS)
+        near = did_you_mean(name, tuple(BLOCKS))
         raise UsageError(f"{spec}: a block is {', '.join(BLOCKS)} or a range as 4E00-9FFF, not {name!r}{near}")
     first, last = (int(code or match[1], 16) for code in match.groups())
     return ((first, last),)

@@ -3,25 +3,21 @@
 Fonts are looked for in the system's folders and matplotlib's alone; a specification names a font and never a path.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
-
-if TYPE_CHECKING:
-    from fontTools.ttLib import TTFont
 
 _FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"))
 _SUFFIXES = (".ttf", ".ttc", ".otf", ".otc")
@@ -98,12 +94,12 @@ def named_fonts(choice: str, spec: str) -> tuple[Font, ...]:
 @cache
 def characters_of(font: Font) -> NDArray[np.int64]:
     """The code points (n,) that ``font`` has a drawing of, in their order."""
-    with _opened(font.path) as table:
-        mapped: dict[int, str] = table.getBestCmap() or {}
-        if "loca" not in table:
+    with _opened(font.path) as tables:
+        mapped: dict[int, str] = tables.getBestCmap() or {}
+        if "loca" not in tables:
             return np.array(sorted(mapped), dtype=np.int64)
-        starts = np.asarray(table["loca"].locations)  # a glyph of no bytes is blank
-        numbers = table.getReverseGlyphMap()
+        starts = np.asarray(tables["loca"].locations)  # a glyph of no bytes is blank
+        numbers = tables.getReverseGlyphMap()
         drawn = [code for code, glyph in mapped.items() if starts[numbers[glyph]] < starts[numbers[glyph] + 1]]
     return np.array(sorted(drawn), dtype=np.int64)
 
@@ -136,25 +132,30 @@ def _font_files() -> list[Path]:
 
 
 def _read(path: Path) -> Font | None:
-    """The font of a file; None of a damaged one, or one whose strokes have no outlines."""
-    from fontTools.ttLib import TTLibError
-
+    """The font of a file; None of a damaged one, or one without outlines."""
+    tools = _font_tools()
     try:
-        with _opened(path) as table:
-            names, style = table["name"], table["OS/2"]
+        with _opened(path) as tables:
+            names, style = tables["name"], tables["OS/2"]
             family = names.getDebugName(16) or names.getDebugName(1) or path.stem
             weight, width = abs(style.usWeightClass - _REGULAR_WEIGHT), abs(style.usWidthClass - _REGULAR_WIDTH)
-            if not any(outlines in table for outlines in ("glyf", "CFF ", "CFF2")):
-                return None
-            return Font(path, family, (style.fsSelection & 1, weight, width, len(family)))
-    except (TTLibError, KeyError, OSError, AssertionError, struct.error):
+            has_outlines = any(outlines in tables for outlines in ("glyf", "CFF ", "CFF2"))
+    except (tools.TTLibError, KeyError, OSError, AssertionError, struct.error):
         return None
+    return Font(path, family, (style.fsSelection & 1, weight, width, len(family))) if has_outlines else None
 
 
-def _opened(path: Path) -> TTFont:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    # The file is opened here: fontTools leaves one open that it cannot read.
+    with path.open("rb") as file, _font_tools().TTFont(file, fontNumber=0, lazy=True) as tables:
+        yield tables
+
+
+def _font_tools() -> Any:
     try:
-        from fontTools.ttLib import TTFont
+        import fontTools.ttLib
     except ImportError:
-        raise UsageError("glyphs: reads fonts by the package fonttools; pip install fonttools") from None
+        raise UsageError("glyphs: finds characters of fonts by a package; pip install fonttools") from None
     logging.getLogger("fontTools").setLevel(logging.ERROR)  # it warns of dates, which nothing here reads
-    return TTFont(path, fontNumber=0, lazy=True)
+    return fontTools.ttLib

@@ -129,7 +129,7 @@ def test_characters_are_those_that_the_fonts_draw() -> None:
     has = set(characters_of(font).tolist())
     assert has <= mapped
     assert {0x41, 0x3A9, 0x2014} <= has
-    face = ImageFont.truetype(str(font.path), 40)
+    face = ImageFont.truetype(str(font.path), 40, layout_engine=ImageFont.Layout.BASIC)
     assert all(face.getmask(chr(code)).getbbox() is None for code in sorted(mapped - has))  # spaces
     assert {0x20, 0xA0} <= mapped - has
 
