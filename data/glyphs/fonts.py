@@ -93,15 +93,17 @@ def named_fonts(choice: str, spec: str) -> tuple[Font, ...]:
 
 @cache
 def characters_of(font: Font) -> NDArray[np.int64]:
-    """The code points (n,) that ``font`` has a drawing of, in their order."""
-    with _opened(font.path) as tables:
-        mapped: dict[int, str] = tables.getBestCmap() or {}
-        if "loca" not in tables:
-            return np.array(sorted(mapped), dtype=np.int64)
-        starts = np.asarray(tables["loca"].locations)  # a glyph of no bytes is blank
-        numbers = tables.getReverseGlyphMap()
-        drawn = [code for code, glyph in mapped.items() if starts[numbers[glyph]] < starts[numbers[glyph] + 1]]
-    return np.array(sorted(drawn), dtype=np.int64)
+    """The code points (n,) that ``font`` has a drawing of, in their order; none of a damaged font."""
+    try:
+        with _opened(font.path) as tables:
+            codes: dict[int, str] = tables.getBestCmap() or {}
+            if "loca" in tables:
+                starts, number = np.asarray(tables["loca"].locations), tables.getReverseGlyphMap()
+                blank = starts[1:] == starts[:-1]  # a glyph of no bytes
+                codes = {code: glyph for code, glyph in codes.items() if not blank[number[glyph]]}
+    except _damage():
+        codes = {}
+    return np.array(sorted(codes), dtype=np.int64)
 
 
 def how_many_have(fonts: Iterable[Font]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -133,14 +135,13 @@ def _font_files() -> list[Path]:
 
 def _read(path: Path) -> Font | None:
     """The font of a file; None of a damaged one, or one without outlines."""
-    tools = _font_tools()
     try:
         with _opened(path) as tables:
             names, style = tables["name"], tables["OS/2"]
             family = names.getDebugName(16) or names.getDebugName(1) or path.stem
             weight, width = abs(style.usWeightClass - _REGULAR_WEIGHT), abs(style.usWidthClass - _REGULAR_WIDTH)
             has_outlines = any(outlines in tables for outlines in ("glyf", "CFF ", "CFF2"))
-    except (tools.TTLibError, KeyError, OSError, AssertionError, struct.error):
+    except _damage():
         return None
     return Font(path, family, (style.fsSelection & 1, weight, width, len(family))) if has_outlines else None
 
@@ -150,6 +151,11 @@ def _opened(path: Path) -> Iterator[Any]:
     # The file is opened here: fontTools leaves one open that it cannot read.
     with path.open("rb") as file, _font_tools().TTFont(file, fontNumber=0, lazy=True) as tables:
         yield tables
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What fontTools raises of a damaged font."""
+    return (_font_tools().TTLibError, LookupError, OSError, ValueError, AssertionError, struct.error)
 
 
 def _font_tools() -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fontTools.ttLib import TTFont
 from PIL import Image, ImageDraw, ImageFont
 
 from plsc.data import TrainLoader, is_drawn, open_dataset
@@ -51,6 +52,15 @@ def in_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 def dejavu(name: str) -> Font:
     return next(font for font in installed_fonts() if font.name == name)
+
+
+def without_characters(path: Path) -> bytes:
+    """A font whose table of characters is damaged."""
+    content = bytearray(path.read_bytes())
+    with path.open("rb") as file, TTFont(file) as tables:
+        start = tables.reader.tables["cmap"].offset
+    content[start : start + 200] = b"\xff" * 200
+    return bytes(content)
 
 
 def plain(font: Font, code: int, side: int) -> torch.Tensor:
@@ -172,6 +182,7 @@ def test_fonts_are_those_of_the_folders_alone(in_folder: Path, tmp_path: Path) -
     (in_folder / "link.ttf").symlink_to(tmp_path / "outside.ttf")
     (in_folder / "again.ttf").symlink_to(in_folder / "inside.ttf")
     (in_folder / "damaged.ttf").write_bytes(source.read_bytes()[:900])
+    (in_folder / "no_characters.ttf").write_bytes(without_characters(source))
     (in_folder / "none.otf").write_bytes(b"")
     installed_fonts.cache_clear()
     names = {font.name for font in installed_fonts()}
@@ -179,6 +190,7 @@ def test_fonts_are_those_of_the_folders_alone(in_folder: Path, tmp_path: Path) -
     assert not names & {"outside", "link", "again", "damaged", "none", "cmr10"}
     with pytest.raises(UsageError, match="no font '/etc/x' is installed"):
         open_dataset("glyphs:41:fonts=/etc/x")
+    assert len(characters_of(dejavu("no_characters"))) == 0
     data = open_dataset("glyphs:41:fonts=inside", image_size=16)
     (in_folder / "inside.ttf").unlink()
     with pytest.raises(DataError, match=r"inside\.ttf cannot draw U\+0041"):
