@@ -23,7 +23,7 @@ def draw(spec: str, out: Path, columns: int) -> None:
         for column, index in enumerate(np.flatnonzero(glyphs.labels == label)[:columns]):
             top, left = label * side + GAP, column * side + GAP
             sheet[top : top + SIZE, left : left + SIZE] = glyphs.image(int(index))[0].numpy()
-    Image.fromarray(sheet).save(out, quality=60)
+    Image.fromarray(sheet).save(out, quality=50)
 
 
 if __name__ == "__main__":
