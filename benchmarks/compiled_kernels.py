@@ -316,7 +316,7 @@ def assemble(built: Any, gpu: Gpu) -> tuple[int, int]:
 
 def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The compiler's options, and the values of arguments that a kernel is compiled for."""
-    common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False}
+    common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False, "LABELS": 1}
     common |= {} if variant.listed else {"index": None, "row_numbers": None}
     if tile is None:
         return {"num_warps": 4, "enable_fp_fusion": True}, {**common, "BLOCK_N": 2048 // variant.dim, "BLOCK_D": 512}

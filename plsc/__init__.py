@@ -44,6 +44,7 @@ _EXPORTS = {
         "CosFace",
         "CurricularFace",
         "ElasticFace",
+        "MLCD",
         "MagFace",
         "Softmax",
         "SphereFace",

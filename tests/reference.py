@@ -89,6 +89,61 @@ class Oracle:
         return phi, torch.where(hard, cos * (self.state["t"] + cos), cos), 0.0
 
 
+@dataclass
+class MultiLabelOracle:
+    """Several labels a sample (B, K), -1 for none: a softmax for each, written out label by label."""
+
+    margin: Oracle
+    positives: str = "excluded"
+    reduction: str = "mean"
+    weights: Tensor | None = None
+
+    def loss(self, x: Tensor, y: Tensor, weight: Tensor, centers: int = 1, classes: Tensor | None = None) -> Tensor:
+        norm = x.norm(dim=1)
+        cos = (x / norm[:, None]) @ (weight / weight.norm(dim=1, keepdim=True)).T
+        cos = cos.view(len(x), -1, centers).amax(2)
+        losses = []
+        for i, labels in enumerate(y.tolist()):
+            own = list(dict.fromkeys(label for label in labels if label >= 0))
+            if not own:
+                continue
+            others = [j for j in range(cos.shape[1]) if j not in own and (classes is None or classes[j])]
+            of_labels, penalty = [], 0.0
+            for p in own:
+                phi, _, penalty = self.margin.margin(cos[i, p : p + 1], norm[i : i + 1], cos[i : i + 1])
+                if self.margin.gradient == "straight_through":
+                    phi = cos[i, p : p + 1] + (phi - cos[i, p : p + 1]).detach()
+                target = self.margin.s * phi
+                rest = others + [q for q in own if q != p] if self.positives == "kept" else others
+                loss = torch.logsumexp(torch.cat([target, self.margin.s * cos[i, rest]]), 0) - target[0]
+                factor = 1.0 if self.weights is None else float(self.weights[i, labels.index(p)])
+                of_labels.append(loss * factor)
+            total = torch.stack(of_labels).sum()
+            if self.weights is None and self.reduction == "mean":
+                total = total / len(own)
+            losses.append(total + penalty if isinstance(penalty, float) else total + penalty[0])
+        return torch.stack(losses).mean() if losses else 0.0 * (x.sum() + weight.sum())
+
+
+@dataclass
+class SeparateOracle:
+    """MLCD: log(1 + Σ exp(z_j) over negatives) + log(1 + Σ exp(−z_p) over the labels of a sample)."""
+
+    s: float
+    m: float = 0.0
+
+    def loss(self, x: Tensor, y: Tensor, weight: Tensor, centers: int = 1) -> Tensor:
+        z = self.s * (x / x.norm(dim=1, keepdim=True)) @ (weight / weight.norm(dim=1, keepdim=True)).T
+        losses = []
+        for i, labels in enumerate(y.view(len(x), -1).tolist()):
+            own = sorted({label for label in labels if label >= 0})
+            if own:
+                rest = [j for j in range(z.shape[1]) if j not in own]
+                negative = torch.log1p(z[i, rest].exp().sum())
+                losses.append(negative + torch.log1p((self.s * self.m - z[i, own]).exp().sum()))
+        return torch.stack(losses).mean()
+
+
 def assert_same_roundings(got: Tensor, want: Tensor) -> None:
     """float32 numbers agree to 1e-6; of rounded ones a few may be the other neighbour, to which a last place led."""
     if want.dtype not in (torch.bfloat16, torch.int8):

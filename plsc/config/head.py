@@ -55,6 +55,10 @@ class HeadConfig:
         centers: Sub-centres per class.
         sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
             classes of the batch alone.
+        positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
+            (excluded), or are in it as negatives (kept).
+        label_reduction: What the losses of a picture's labels become: their mean, or their sum.
+        labels_per_step: Labels of a picture that are drawn to have a loss in a step; unset: all.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
         momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
             momentum.
@@ -87,6 +91,9 @@ class HeadConfig:
     gradient: str | None = key(None, choices=("exact", "straight_through"), in_stages=True)
     centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
+    positives: str = key("excluded", choices=("excluded", "kept"))
+    label_reduction: str = key("mean", choices=("mean", "sum"))
+    labels_per_step: int | None = key(None, least=1)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
+from plsc.head.multi_label import MOST_LABELS, distinct
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows
 from plsc.parallel.mesh import Mesh
 
 _TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
 
-_FITTING, _EMBEDDINGS, _LABELS, _SIZES = range(4)
+_FITTING, _EMBEDDINGS, _LABELS, _SIZES, _WEIGHTS = range(5)
 _PROBLEMS = {
     _EMBEDDINGS: "embeddings must be (b, {dim}) and floating point",
-    _LABELS: "labels must be (b,) integers, as many as there are embeddings",
+    _LABELS: "labels must be (b,) integers, as many as there are embeddings, or (b, K) with K from 1 to 100",
+    _WEIGHTS: "weights must be floating point, one for each of several labels (b, K)",
     _SIZES: "sizes must be every rank's number of samples, and this rank has another one",
 }
 
@@ -30,14 +32,16 @@ _PROBLEMS = {
 class GlobalBatch:
     """A rank's part of the global batch of ``total`` samples B, which are in the order of the ranks.
 
-    Its head group's samples b: unit ``features`` (b, D) in the table's dtype, ``labels`` (b,) int64, ``norms`` (b,)
-    where the margin uses them. ``sizes`` are the batch sizes of that group's ranks, ``group_sizes`` those of all
+    Its head group's samples b: unit ``features`` (b, D) in the table's dtype, ``labels`` (b,) int64, or (b, K) of which
+    none is there twice, with −1 for none; ``norms`` (b,) where the margin uses them; the labels' ``weights`` (b, K),
+    where they were given. ``sizes`` are the batch sizes of that group's ranks, ``group_sizes`` those of all
     groups, of which this one is number ``group``.
     """
 
     features: Tensor
     labels: Tensor
     norms: Tensor | None
+    weights: Tensor | None
     sizes: list[int]
     group_sizes: list[int]
     group: int
@@ -63,16 +67,23 @@ class GlobalBatch:
 
 
 def gather_batch(
-    embeddings: Tensor, labels: Tensor, table: ClassTable, mesh: Mesh, *, with_norms: bool, sizes: Sequence[int] | None
+    embeddings: Tensor,
+    labels: Tensor,
+    table: ClassTable,
+    mesh: Mesh,
+    *,
+    with_norms: bool,
+    sizes: Sequence[int] | None,
+    weights: Tensor | None = None,
 ) -> GlobalBatch:
-    """Check this rank's embeddings (b, D) and labels (b,), and gather those of its head group.
+    """Check this rank's embeddings (b, D), labels (b,) or (b, K) and weights (b, K), and gather its head group's.
 
-    Moves b·D numbers of the table's dtype and 8 to 16 bytes per sample of the group, at once. Where ``sizes``, every
-    rank's number of samples, is not given, 32 bytes per rank of the world are exchanged first.
+    Moves b·D numbers of the table's dtype and 8 to 16 bytes per sample and label of the group, at once. Where
+    ``sizes``, every rank's number of samples, is not given, 40 bytes per rank of the world are exchanged first.
     """
     unchecked = sizes is not None and is_read_late(labels)
     num_classes, dtype, head = table.shape.num_classes, table.parameter.dtype, mesh.head
-    sizes = _agreed_sizes(embeddings, labels, table.shape.dim, num_classes, mesh, sizes)
+    sizes, labels = _agreed_sizes(embeddings, labels, table.shape.dim, num_classes, mesh, sizes, weights)
     groups = [sizes[start : start + head.world_size] for start in range(0, mesh.world_size, head.world_size)]
     group = groups[mesh.replicas.rank]
     x = embeddings.to(torch.promote_types(dtype, torch.float32))
@@ -80,12 +91,15 @@ def gather_batch(
     unit = (x / norm[:, None]).to(dtype)
     labels = labels.to(mesh.device, torch.int64, non_blocking=True)
     if unchecked:  # the loss is NaN then, on every rank, and no optimizer updates anything by it
-        outside = (labels < 0) | (labels >= num_classes)
-        unit = unit.masked_fill(outside[:, None], torch.nan)
-    features, labels, *norms = _gather_together([unit, labels, *([norm] if with_norms else [])], head, group)
-    return GlobalBatch(
-        features, labels, norms[0] if with_norms else None, group, [sum(sizes) for sizes in groups], mesh.replicas.rank
-    )
+        outside = (labels < (0 if labels.dim() == 1 else -1)) | (labels >= num_classes)
+        unit = unit.masked_fill(outside.view(len(unit), -1).any(1, keepdim=True), torch.nan)
+    optional = [norm] if with_norms else []
+    if weights is not None:
+        optional.append(weights.to(mesh.device, torch.float32, non_blocking=True))
+    features, labels, *gathered = _gather_together([unit, distinct(labels), *optional], head, group)
+    norms = gathered.pop(0) if with_norms else None
+    sums = [sum(sizes) for sizes in groups]
+    return GlobalBatch(features, labels, norms, gathered[0] if gathered else None, group, sums, mesh.replicas.rank)
 
 
 def _gather_together(columns: list[Tensor], mesh: Mesh, sizes: list[int]) -> list[Tensor]:
@@ -105,10 +119,10 @@ def _gather_together(columns: list[Tensor], mesh: Mesh, sizes: list[int]) -> lis
 
 
 def gather_labels(labels: Tensor, num_classes: int, mesh: Mesh, sizes: Sequence[int] | None) -> Tensor:
-    """Check every rank's labels (b,) and gather them, (B,) in rank order; ``sizes`` as for :func:`gather_batch`."""
-    placeholder = labels.new_empty((labels.numel(), 1), dtype=torch.float32)
-    sizes = _agreed_sizes(placeholder, labels, 1, num_classes, mesh, sizes)
-    return all_gather_rows(labels.to(mesh.device, torch.int64, non_blocking=True), mesh, sizes)
+    """Check every rank's labels and gather them in rank order, as :func:`gather_batch` does."""
+    placeholder = labels.new_empty((len(labels), 1), dtype=torch.float32)
+    sizes, labels = _agreed_sizes(placeholder, labels, 1, num_classes, mesh, sizes, None)
+    return all_gather_rows(distinct(labels.to(mesh.device, torch.int64, non_blocking=True)), mesh, sizes)
 
 
 @dataclass(frozen=True)
@@ -180,32 +194,46 @@ def _parts(rows: ClassRows, samples: int) -> Iterator[slice]:
 
 
 def _agreed_sizes(
-    embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh, known: Sequence[int] | None
-) -> list[int]:
+    embeddings: Tensor,
+    labels: Tensor,
+    dim: int,
+    num_classes: int,
+    mesh: Mesh,
+    known: Sequence[int] | None,
+    weights: Tensor | None,
+) -> tuple[list[int], Tensor]:
     """Every rank's batch size: ``known``, or from a small exchange that shows all ranks any rank's bad input.
 
-    Labels on a GPU are waited for, unless sizes are known.
+    Labels on a GPU are waited for, unless sizes are known. Returns the labels too: a rank that has none gives them the
+    width that the others' have.
     """
-    problem = _problem(embeddings, labels, dim)
+    problem = _problem(embeddings, labels, dim, weights)
     if known is not None and not problem and (len(known) != mesh.world_size or known[mesh.rank] != len(labels)):
         problem = _SIZES
-    facts = [labels.numel(), 0, 0, problem]
+    facts = [0 if problem else len(labels), 0, 0, problem, 0 if labels.dim() == 1 else labels.shape[-1]]
     if not problem and labels.numel() and (known is None or not is_read_late(labels)):
         facts[1:3] = torch.stack(labels.aminmax()).tolist()
     everyone = [facts] if known is not None else all_gather_numbers(facts, mesh)
-    for rank, (_, low, high, problem) in enumerate(everyone, start=0 if known is None else mesh.rank):
+    widths = {width for size, *_, width in everyone if size} or {facts[4]}
+    for rank, (size, low, high, problem, width) in enumerate(everyone, start=0 if known is None else mesh.rank):
         if problem:
             raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}")
-        if low < 0 or high >= num_classes:
-            wrong = low if low < 0 else high
+        if low < (-1 if width else 0) or high >= num_classes:
+            wrong = high if high >= num_classes else low
+            hint = "" if width else " (where samples may lack a label, give them as (b, 1), with -1 for none)"
             raise LabelError(
                 f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes: "
-                "correct the labels, or make the head with as many classes as they need"
+                f"correct the labels, or make the head with as many classes as they need{hint if wrong == -1 else ''}"
             )
+        if size and len(widths) > 1:
+            raise UsageError(f"ranks have {sorted(widths)} labels a sample: give all the same number, with -1 for none")
     sizes = [size for size, *_ in everyone] if known is None else list(known)
     if sum(sizes) == 0:
         raise UsageError("no rank has a sample; skip the step, or give at least one")
-    return sizes
+    (width,) = widths
+    if not len(labels) and labels.dim() == 1 and width:
+        labels = labels.view(0, 1).expand(0, width)
+    return sizes, labels
 
 
 def is_read_late(labels: Tensor) -> bool:
@@ -213,8 +241,13 @@ def is_read_late(labels: Tensor) -> bool:
     return labels.is_cuda
 
 
-def _problem(embeddings: Tensor, labels: Tensor, dim: int) -> int:
+def _problem(embeddings: Tensor, labels: Tensor, dim: int, weights: Tensor | None) -> int:
     if embeddings.dim() != 2 or embeddings.shape[1] != dim or not embeddings.is_floating_point():
         return _EMBEDDINGS
     integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    return _FITTING if labels.shape == embeddings.shape[:1] and integers else _LABELS
+    several = labels.dim() == 2 and 0 < labels.shape[1] <= MOST_LABELS
+    if not integers or labels.shape[:1] != embeddings.shape[:1] or not (labels.dim() == 1 or several):
+        return _LABELS
+    if weights is not None and (not several or weights.shape != labels.shape or not weights.is_floating_point()):
+        return _WEIGHTS
+    return _FITTING

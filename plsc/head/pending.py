@@ -24,7 +24,8 @@ class PendingBackward:
     """A batch between its forward and the update: pass 2 needs the batch, log Z and the loss's derivative.
 
     The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
-    ``scale`` and ``target_grad`` (b,) are derivatives by cosines, see :meth:`TorchBackend.second_pass`.
+    ``scale`` (b,) and ``target_grad``, (b,) or (b, K) as ``labels``, are derivatives by cosines, see
+    :meth:`TorchBackend.second_pass`.
     ``grad_loss`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
     table's when the batch was seen, and ``rows`` what pass 1 saw of it.
     """

@@ -37,11 +37,11 @@ class ClassSampler:
         return self.rate >= 1
 
     def draw(self, labels: Tensor, batch: int) -> Tensor:
-        """The local classes for training batch number ``batch``, given the ``labels`` (B,) of all ranks.
+        """The local classes for training batch number ``batch``, given the ``labels`` (B,) or (B, K) of all ranks.
 
         The same on every replica of the shard, and for a batch that is prefetched and the same one when it is trained.
         """
-        local, count = labels - self.first, self.stop - self.first
+        local, count = labels.flatten() - self.first, self.stop - self.first
         owned = (local >= 0) & (local < count)
         # keyed by the shard's first class, since shards must draw independently; salt 0 belongs to the margins
         generator = keyed_generator(self.device, self.seed, self.first + 1, batch)

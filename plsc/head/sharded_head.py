@@ -16,6 +16,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
 from plsc.head.journaled_table import JournaledTable
+from plsc.head.multi_label import MultiLabel, Positives, Reduction
 from plsc.head.replicas import ExchangeOptions
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -79,13 +80,20 @@ class ShardedHead(nn.Module):
         fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
             of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
             three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
+        positives: of samples with several labels P, labels (b, K): with "excluded" the loss of label p, m being the
+            margin, is log(exp(m(z_p)) + Σ exp(z_j) over j outside of P) − m(z_p); with "kept" the sum has all j ≠ p.
+            One pass computes each score once, however many labels there are.
+        label_reduction: of a sample's losses: "mean" or "sum" over its labels. The batch's loss is the mean over
+            samples that have a label.
+        labels_per_step: how many of a sample's labels, drawn anew, have a loss in a step; None: all. The others stay
+            its labels: "excluded" leaves them out of the sums, and samplers have them in the sample.
 
     Attributes:
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
         dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement, journal,
-        averaging_period, staleness, fp32_precision: as given.
+        averaging_period, staleness, fp32_precision, positives, label_reduction, labels_per_step: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
         softmax: its step: table, waiting batches and passes. For its optimizers; a training script has no use for it.
 
@@ -119,12 +127,18 @@ class ShardedHead(nn.Module):
         fp32_precision: str = "ieee",
         averaging_period: int = 1,
         staleness: int = 0,
+        positives: Positives = "excluded",
+        label_reduction: Reduction = "mean",
+        labels_per_step: int | None = None,
     ) -> None:
         super().__init__()
         dim, num_classes = as_integer(dim, "the head's dim", 1), as_integer(num_classes, "the head's num_classes", 1)
         centers, seed = as_integer(centers, "the head's centers", 1), as_integer(seed, "the head's seed")
         if chunk_classes is not None:
             chunk_classes = as_integer(chunk_classes, "the head's chunk_classes", 1)
+        if labels_per_step is not None:
+            labels_per_step = as_integer(labels_per_step, "the head's labels_per_step", 1)
+        multi_label = MultiLabel(positives, label_reduction, labels_per_step)
         _check_sample_rate(sample_rate)
         if update not in ("fused", "autograd"):
             raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
@@ -142,6 +156,7 @@ class ShardedHead(nn.Module):
         self.momentum_dtype, self.placement, self.journal = storage.momentum_dtype, placement, journal
         self.fp32_precision = _to_fp32_precision(fp32_precision)
         self.averaging_period, self.staleness = exchange.averaging_period, exchange.staleness
+        self.positives, self.label_reduction, self.labels_per_step = positives, label_reduction, labels_per_step
         self._weight_dtype, self._requested_backend = storage.weight_dtype, backend
         self.backend = self._chosen_backend()
         if self.mesh.rank == 0 and not isinstance(self, AbsentHead):
@@ -152,7 +167,9 @@ class ShardedHead(nn.Module):
         self.weight = table.parameter
         sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
         replicas = exchange.make(table, self.mesh.replicas)
-        self.softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas)
+        self.softmax = ShardedSoftmax(
+            self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas, multi_label
+        )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
 
@@ -173,16 +190,26 @@ class ShardedHead(nn.Module):
         self.softmax.table.settle()
         super()._load_from_state_dict(*arguments)
 
-    def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int] | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """The mean loss over the global batch.
 
         Args:
             embeddings: this rank's (b, D), floating point, of any norm; b may differ between ranks and may be 0.
-            labels: (b,) integers in [0, num_classes), on the CPU or the device. Never changed.
+            labels: (b,) integers in [0, num_classes), on the CPU or the device. Never changed. Or (b, K), up to 100 a
+                sample and the same K on all ranks, with −1 where there is none: a sample of −1 alone adds no loss, and
+                a label that is given twice counts once.
             sizes: b of every rank. Without it, ranks tell each other their b and whether their labels are in range,
                 and wait for labels that lie on a GPU. With it, nothing waits, and each rank speaks for itself: of a
                 label out of range, a rank that has it on the CPU raises the error alone; on a GPU it makes the loss NaN
                 on every rank, by which no optimizer of the head updates anything.
+            weights: (b, K) of the labels' losses, floating point and not negative, in place of those that
+                ``label_reduction`` gives them.
 
         Returns:
             A float32 scalar (float64 for float64 tables), equal on every rank.
@@ -196,12 +223,17 @@ class ShardedHead(nn.Module):
         if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor):
             kinds = f"{type(embeddings).__name__} and {type(labels).__name__}"
             raise UsageError(f"the head takes tensors of embeddings (b, {self.dim}) and labels (b,), not {kinds}")
+        if self.margin.separates_positives and labels.dim() == 1:
+            labels = labels[:, None]
+        elif labels.dim() > 1 and self.margin.changes_negatives:
+            name = type(self.margin).__name__
+            raise UsageError(f"{name} compares negatives with a sample's label, which has to be one: labels (b,)")
         weight = self.softmax.table.parameter if self.update == "autograd" else None
         differentiate = torch.is_grad_enabled()
         # norms and statistics outlive this call: made in inference mode, no later training step could change them
         with torch.inference_mode(False), torch.set_grad_enabled(differentiate):
             loss: Tensor = HeadLoss.apply(
-                embeddings, self._anchor, weight, labels, self.softmax, sizes, differentiate, self.training
+                embeddings, self._anchor, weight, labels, weights, self.softmax, sizes, differentiate, self.training
             )
         return loss
 
@@ -214,7 +246,7 @@ class ShardedHead(nn.Module):
         Without effect where the table lies on the device, and where nothing is sampled. Every rank calls.
 
         Args:
-            labels: this rank's (b,) of that batch. Moves 8 bytes per sample of all ranks.
+            labels: this rank's (b,) or (b, K) of that batch. Moves 8 bytes per sample and label of all ranks.
             sizes: as :meth:`forward` takes them.
 
         Raises:
@@ -367,7 +399,13 @@ class AbsentHead(ShardedHead):
     def _own_classes(self) -> tuple[int, int]:
         return 0, 0
 
-    def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int] | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """Raise RuntimeError: losses are for the ranks that hold classes."""
         raise RuntimeError("this rank holds none of the head's classes")
 

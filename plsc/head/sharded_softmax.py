@@ -28,7 +28,8 @@ from plsc.head.class_table import (
     default_chunk_size,
     overlapped_chunk_size,
 )
-from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
+from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels, target_cosines
+from plsc.head.multi_label import MultiLabel, Normalized, concatenated, separate
 from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.replicas import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
@@ -36,6 +37,8 @@ from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit
 from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
+
+_DRAWN_LABELS = -1  # the salt of their keys: 0 belongs to the margins, 1 and above to shards
 
 
 class ShardedSoftmax:
@@ -49,6 +52,7 @@ class ShardedSoftmax:
         sampler: of the classes that take part.
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
         exchange: between the replicas of the shard.
+        multi_label: how the losses of several labels a sample are formed.
 
     Attributes:
         margin_state: the margin's running statistics, equal on all ranks.
@@ -65,8 +69,9 @@ class ShardedSoftmax:
         sampler: ClassSampler,
         chunk_classes: int | None,
         exchange: ReplicaExchange,
+        multi_label: MultiLabel,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self.multi_label = exchange, multi_label
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
         self.chunk_classes, self.dim = chunk_classes, table.shape.dim
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
@@ -89,14 +94,16 @@ class ShardedSoftmax:
         differentiate: bool,
         training: bool,
         sizes: Sequence[int] | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, PendingBackward]:
         """Compute the mean loss over the global batch.
 
         Args:
-            embeddings, labels: this rank's (b, D) and (b,).
+            embeddings, labels: this rank's (b, D) and (b,) or (b, K).
             differentiate: compute gradients too.
             training: count this batch, and move the margin's statistics, if it is differentiated.
             sizes: every rank's number of samples, where the caller knows them.
+            weights: (b, K) of the labels' losses.
 
         Returns:
             The loss; this rank's embedding gradient (b, D) if ``differentiate``; what the update needs.
@@ -108,30 +115,39 @@ class ShardedSoftmax:
         if training:
             self.pending.raise_if_forgotten()
         uses_norm = self.margin.uses_norm
-        gathered = gather_batch(embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes)
+        gathered = gather_batch(
+            embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes, weights=weights
+        )
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
-        cos, local_targets = target_cosines(rows, gathered.features, position)
+        cos, local_targets = _target_cosines(rows, gathered.features, position)
         target: TargetLogit | None = None
         if self.margin.changes_negatives:  # pass 1 compares them with the targets
             target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
         phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
         batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
         partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
-        sums = self._sum_over_shards(partial, *([cos] if target is None else []))
+        others = [] if target is not None else [cos] if cos.dim() == 1 else cos.unbind(1)
+        maximum, total, *sums = self._sum_over_shards(partial, *others)
         if target is None:
-            target = self._apply_margin(sums[2], gathered, training)
+            cos = sums[0] if cos.dim() == 1 else torch.stack(sums, 1)
+            target = self._apply_margin(cos, gathered, training)
             batch = replace(batch, phi=target.phi, state=self.margin_state)
-        losses, log_z, probability, grad = self._normalize(partial, target, sums[0], sums[1])
-        loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
-        scale = self.margin.s / gathered.total
-        target_grad = (probability - 1) * target.slope * scale
+        if cos.dim() == 1:
+            normalized = _normalize(target, self.margin.s, maximum, total)
+        else:
+            normalized = self._normalize_labels(gathered, target, cos, maximum + total.log())
+        loss, count = self._mean(normalized, gathered.total)
+        scale = self.margin.s / count
+        target_grad = normalized.by_logit * target.slope * scale
+        if normalized.by_cosine is not None:
+            target_grad = target_grad + normalized.by_cosine * scale
         pending = PendingBackward(
             batch,
             gathered.labels,
             selected,
-            log_z,
-            torch.full_like(log_z, scale),
+            normalized.log_z,
+            torch.ones_like(normalized.log_z) * scale,
             target_grad,
             self.table.version,
             gathered.largest,
@@ -139,13 +155,18 @@ class ShardedSoftmax:
         )
         if training:
             self.forwards += 1
+        grad, loss = partial.grad_embeddings, loss.to(partial.maximum.dtype)
         if grad is None:
             return loss, None, pending
-        local_targets.add_gradient(grad.mul_(scale), target_grad)
+        grad.mul_(((partial.maximum - normalized.highest).exp() / normalized.total).to(grad.dtype)[:, None])
+        grad.mul_(scale)
+        by_label = [target_grad] if target_grad.dim() == 1 else target_grad.unbind(1)
+        for rows_of_label, of_label in zip(local_targets, by_label, strict=True):
+            rows_of_label.add_gradient(grad, of_label)
         # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
         # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
-        gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
+        gradient = self._embedding_gradient(embeddings, unit_gradient, target, normalized, gathered, count)
         return loss, gradient, pending
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
@@ -171,19 +192,27 @@ class ShardedSoftmax:
         return selected, self.table.rows(selected, training=training)
 
     def _apply_margin(self, cos: Tensor, gathered: GlobalBatch, training: bool) -> TargetLogit:
-        """The margin at the group's targets. Statistics, and margins drawn at random, are those of the whole batch."""
+        """The margin at the group's targets (b,) or (b, K). Statistics, and margins drawn at random, are those of the
+        whole batch."""
         cos = gathered.gather_replicas(cos, self.mesh)
         norms = gathered.gather_replicas(gathered.norms, self.mesh) if gathered.norms is not None else None
         if training:
             self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
         generator = keyed_generator(torch.device("cpu"), self.sampler.seed, 0, self.forwards)
-        targets = self.margin.target(cos, norms, self.margin_state, generator)
+        if norms is not None and cos.dim() > 1:
+            norms = norms.repeat_interleave(cos.shape[1])
+        targets = self.margin.target(cos.flatten(), norms, self.margin_state, generator)
         optional = targets.norm_slope, targets.penalty, targets.penalty_slope
-        return TargetLogit(
-            gathered.local_group(targets.phi),
-            gathered.local_group(targets.slope),
-            *[None if values is None else gathered.local_group(values) for values in optional],
+        phi, slope, norm_slope, penalty, penalty_slope = (
+            None if values is None else gathered.local_group(values.view(cos.shape))
+            for values in (targets.phi, targets.slope, *optional)
         )
+        assert phi is not None
+        assert slope is not None
+        if cos.dim() > 1 and penalty is not None and penalty_slope is not None:  # of a sample, if it has a label
+            has_label = (gathered.labels >= 0).any(1)
+            penalty, penalty_slope = penalty[:, 0], torch.where(has_label, penalty_slope[:, 0], 0)
+        return TargetLogit(phi, slope, norm_slope, penalty, penalty_slope)
 
     def _sum_over_shards(self, partial: PartialSoftmax, *others: Tensor) -> list[Tensor]:
         """The shards' largest maximum, their Σ exp(z − maximum) without targets, and the sums of ``others``.
@@ -196,44 +225,53 @@ class ShardedSoftmax:
             maximum, total = highest, total * (maximum - highest).exp()
         return [maximum, *all_reduce_sum(torch.stack([total, *others]), self.mesh.head)]
 
-    def _normalize(
-        self, partial: PartialSoftmax, target: TargetLogit, maximum: Tensor, total: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Losses, log Z and the target's p, all (b,) float64, from the shards' sums; and this shard's rows / Z.
+    def _normalize_labels(self, gathered: GlobalBatch, target: TargetLogit, cos: Tensor, log_n: Tensor) -> Normalized:
+        """The losses of several labels a sample; which of them count is drawn from the whole batch's keys."""
+        labels, keys = gathered.labels, None
+        if self.multi_label.draws(labels):
+            generator = keyed_generator(torch.device("cpu"), self.sampler.seed, _DRAWN_LABELS, self.forwards)
+            on_host = torch.empty(gathered.total, labels.shape[1], pin_memory=labels.is_cuda)
+            keys = gathered.local_group(on_host.uniform_(generator=generator)).to(labels.device, non_blocking=True)
+        weights = self.multi_label.weights(labels, gathered.weights, keys)
+        if self.margin.separates_positives:
+            return separate(labels, weights, target, self.margin.s, log_n)
+        return self.multi_label.normalize(labels, weights, target, cos, self.margin.s, log_n)
 
-        The targets' own exponentials, which pass 1 left out, are added here: exactly once, in float64.
+    def _mean(self, normalized: Normalized, total: int) -> tuple[Tensor, Tensor | int]:
+        """The mean loss over the samples of the whole batch of ``total`` that have a label, and how many have.
+
+        Sums are gathered and added here: the same bits on every rank.
         """
-        logit = target.phi * self.margin.s
-        highest = torch.maximum(maximum, logit)
-        total = total * (maximum - highest).exp() + (logit - highest).exp()
-        log_z = highest + total.log()
-        losses = log_z - logit
-        if target.penalty is not None:
-            losses = losses + target.penalty
-        grad = partial.grad_embeddings
-        if grad is not None:
-            grad.mul_(((partial.maximum - highest).exp() / total).to(grad.dtype)[:, None])
-        return losses, log_z, (logit - log_z).exp(), grad
-
-    def _mean(self, losses: Tensor, total: int) -> Tensor:
-        """The mean over the whole batch of ``total``. Sums are gathered and added here: the same bits on every rank."""
-        return all_gather_equal(losses.sum(), self.mesh.replicas).sum() / total
+        own = normalized.losses.sum()
+        if normalized.count is None:
+            return all_gather_equal(own, self.mesh.replicas).sum() / total, total
+        everyone = all_gather_equal(torch.stack([own, normalized.count.double()]), self.mesh.replicas)
+        sums = everyone.reshape(-1, 2).sum(0)
+        count = sums[1].clamp(min=1)
+        return sums[0] / count, count
 
     def _embedding_gradient(
-        self, embeddings: Tensor, unit_gradient: Tensor, target: TargetLogit, probability: Tensor, gathered: GlobalBatch
+        self,
+        embeddings: Tensor,
+        unit_gradient: Tensor,
+        target: TargetLogit,
+        normalized: Normalized,
+        gathered: GlobalBatch,
+        count: Tensor | int,
     ) -> Tensor:
         """Turn the gradient by this rank's unit embeddings into the gradient by the embeddings: through ‖x‖."""
         x = embeddings.to(unit_gradient.dtype)
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
         unit = x / norm
         gradient = (unit_gradient - unit * (unit_gradient * unit).sum(1, keepdim=True)) / norm
-        by_norm = torch.zeros_like(probability)
+        by_norm = torch.zeros_like(normalized.losses)
         if target.norm_slope is not None:
-            by_norm += (probability - 1) * target.norm_slope * self.margin.s
+            by_label = normalized.by_logit * target.norm_slope * self.margin.s
+            by_norm += by_label if by_label.dim() == 1 else by_label.sum(1)
         if target.penalty_slope is not None:
             by_norm += target.penalty_slope
         if self.margin.uses_norm:
-            local = torch.split(by_norm, gathered.sizes)[self.mesh.head.rank] / gathered.total
+            local = torch.split(by_norm, gathered.sizes)[self.mesh.head.rank] / count
             gradient = gradient + unit * local.to(gradient.dtype)[:, None]
         return cast(Tensor, gradient)
 
@@ -273,8 +311,8 @@ class ShardedSoftmax:
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
         batch = Batch(
             torch.cat([p.batch.features for p in pending]),
-            rows.positions(torch.cat([p.labels for p in pending]) - self.sampler.first),
-            torch.cat([p.batch.phi for p in pending]),
+            rows.positions(concatenated([p.labels for p in pending], -1) - self.sampler.first),
+            concatenated([p.batch.phi for p in pending], 0),
             self.margin,
             _states(pending),
         )
@@ -283,7 +321,7 @@ class ShardedSoftmax:
         groups = self.exchange.loss_factor
         factors = [p.loss_gradient.double() if groups == 1 else p.loss_gradient.double() * groups for p in pending]
         scale = torch.cat([p.scale * factor for p, factor in zip(pending, factors, strict=True)])
-        target_grad = torch.cat([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)])
+        target_grad = concatenated([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)], 0)
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self.exchange.overlaps and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
@@ -295,6 +333,30 @@ class ShardedSoftmax:
         for chunk, gradient in self.gradient_chunks([pending]):
             dense[chunk.index] = backward_through_normalize(gradient, chunk).to(dense.dtype)
         return dense
+
+
+def _target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, list[LocalTargetRows]]:
+    """:func:`target_cosines` of one label a sample (b,), or of each of K in turn (b, K)."""
+    if position.dim() == 1:
+        cos, found = target_cosines(rows, features, position)
+        return cos, [found]
+    columns = [target_cosines(rows, features, column) for column in position.unbind(1)]
+    return torch.stack([cos for cos, _ in columns], 1), [found for _, found in columns]
+
+
+def _normalize(target: TargetLogit, s: float, maximum: Tensor, total: Tensor) -> Normalized:
+    """Losses (b,) and derivatives from the shards' sums, for one label a sample.
+
+    The targets' own exponentials, which pass 1 left out, are added here: exactly once, in float64.
+    """
+    logit = target.phi * s
+    highest = torch.maximum(maximum, logit)
+    total = total * (maximum - highest).exp() + (logit - highest).exp()
+    log_z = highest + total.log()
+    losses = log_z - logit
+    if target.penalty is not None:
+        losses = losses + target.penalty
+    return Normalized(losses, highest, total, (logit - log_z).exp() - 1)
 
 
 def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
@@ -331,6 +393,7 @@ class HeadLoss(torch.autograd.Function):
         anchor: Tensor,
         weight: Tensor | None,
         labels: Tensor,
+        weights: Tensor | None,
         softmax: ShardedSoftmax,
         sizes: Sequence[int] | None,
         differentiate: bool,
@@ -338,7 +401,12 @@ class HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(softmax.mesh.device.type, enabled=False):
             loss, gradient, pending = softmax.forward(
-                embeddings.detach(), labels, differentiate=differentiate, training=training, sizes=sizes
+                embeddings.detach(),
+                labels,
+                differentiate=differentiate,
+                training=training,
+                sizes=sizes,
+                weights=weights,
             )
         ctx.softmax, ctx.pending, ctx.training, ctx.dense = softmax, pending, training, weight is not None
         ctx.save_for_backward(*([gradient] if gradient is not None else []))
@@ -358,4 +426,4 @@ class HeadLoss(torch.autograd.Function):
             softmax.pending.add(pending)
         # data parallelism averages gradients over the ranks; the factor makes that average the sum of their parts
         by_embeddings = (gradient * (grad * softmax.mesh.world_size)).to(ctx.dtype)
-        return by_embeddings, None, by_weight, None, None, None, None, None
+        return by_embeddings, None, by_weight, None, None, None, None, None, None

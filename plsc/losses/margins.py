@@ -16,6 +16,7 @@ from torch import Tensor
 from plsc.errors import UsageError
 
 __all__ = [
+    "MLCD",
     "AdaFace",
     "ArcFace",
     "Combined",
@@ -65,6 +66,7 @@ class Margin:
 
     uses_norm = False  # whether φ depends on the embedding's norm
     changes_negatives = False  # whether other classes' logits depend on the sample's φ
+    separates_positives = False  # whether the loss has one term for negatives and one for targets
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -337,6 +339,23 @@ class ElasticFace(Margin):
         else:
             margin = drawn
         return _shifted_angle(cos, margin) if self.base == "arc" else cos - margin
+
+
+@dataclass(frozen=True)
+class MLCD(Margin):
+    """log(1 + Σ exp(s·t_j) over negatives) + log(1 + Σ exp(−s·φ(t_p)) over a sample's labels), with φ(t) = t − m.
+
+    Multi-label cluster discrimination (An et al., ECCV 2024, the loss L_MLCD of section 3): negatives and labels are
+    each compared with 0, not with each other. Labels are (b, K); one alone is a case of it.
+    """
+
+    m: float = 0.0
+
+    separates_positives = True
+
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        """φ(t) = t − m."""
+        return cos - self.m
 
 
 def to_margin(margin: Margin | str) -> Margin:

@@ -83,7 +83,8 @@ struct BlockRows {
     }
 };
 
-// The arguments that both passes have in common; `position` (batch) is each target's index among the visited classes.
+// The arguments that both passes have in common; `position` (batch, labels) are the targets' indices among the visited
+// classes.
 template <class Products, class Number>
 struct Pass {
     const Number* table;
@@ -94,13 +95,16 @@ struct Pass {
     int64_t batch, dim;
     float s;
     const int64_t* position;
+    int64_t labels;
 
     // Set the targets' entries of z, for the samples from `low` on and the `here` classes from `start` on.
     template <class Value>
     void set_targets(float* z, int64_t low, int64_t width, int64_t start, int64_t here, const Value& value) const {
         for (int64_t b = 0; b < width; b++) {
-            const int64_t target = position[low + b] - start;
-            if (target >= 0 && target < here) z[target * kPanel + b] = value(low + b);
+            for (int64_t at = (low + b) * labels; at < (low + b + 1) * labels; at++) {
+                const int64_t target = position[at] - start;
+                if (target >= 0 && target < here) z[target * kPanel + b] = value(at);
+            }
         }
     }
 };
@@ -141,7 +145,7 @@ void first_pass(const Pass<Products, Number>& pass, double* total, float* pull) 
     Products::end();
 }
 
-// What the samples weigh in pass 2, (batch) each.
+// What the samples weigh in pass 2, (batch) each; their targets, (batch, labels).
 struct Weights {
     const float *log_z, *scale, *target_pull;
 };
@@ -168,7 +172,7 @@ void row_gradients(const Pass<Products, Number>& pass, const typename Products::
 #pragma omp simd
                 for (int64_t b = 0; b < width; b++) row[b] = exponential(row[b] * factor - log_z[b]) * scale[b];
             }
-            pass.set_targets(z.data(), low, width, start, here, [&](int64_t b) { return of.target_pull[b]; });
+            pass.set_targets(z.data(), low, width, start, here, [&](int64_t at) { return of.target_pull[at]; });
             for (int64_t c = 0; c < kBlock; c++)
                 Products::store(z.data() + c * kPanel, width, probability.data() + c * pass.batch + low);
         }
@@ -310,31 +314,33 @@ void plsc_pack(const void* x, int kind, int64_t batch, int64_t dim, void* column
     });
 }
 
-// total (batch) += Σ exp(s·cos) over the visited classes but each sample's target; pull (batch, dim), where not null,
-// += Σ exp(s·cos)·ρ·W. position (batch): the target's index among the selected classes, counted from this call's first.
+// total (batch) += Σ exp(s·cos) over the visited classes but each sample's targets; pull (batch, dim), where not null,
+// += Σ exp(s·cos)·ρ·W. position (batch, labels): the targets' indices among the selected classes, counted from this
+// call's first.
 void plsc_first_pass(const void* table, int kind, const float* inverse, const int64_t* index, int64_t first, int64_t count,
-                     const void* columns, int64_t batch, int64_t dim, float s, const int64_t* position, double* total,
-                     float* pull) {
+                     const void* columns, int64_t batch, int64_t dim, float s, const int64_t* position, int64_t labels,
+                     double* total, float* pull) {
     with_products(kind == kBfloat16, [&](auto products, auto number) {
         using Products = decltype(products);
         using Number = decltype(number);
         first_pass<Products, Number>({static_cast<const Number*>(table), inverse, {index, first}, count,
-                                      static_cast<const typename Products::Number*>(columns), batch, dim, s, position},
+                                      static_cast<const typename Products::Number*>(columns), batch, dim, s, position,
+                                      labels},
                                      total, pull);
     });
 }
 
 // gradient (count rounded up to 256, dim): Σ_b P x over the batch for each visited row, where P = scale·exp(s·cos − log_z)
-// and target_pull for a sample's own class.
+// and target_pull (batch, labels) for a sample's own classes.
 void plsc_gradient(const void* table, int kind, const float* inverse, const int64_t* index, int64_t first, int64_t count,
                    const void* columns, const void* rows, int64_t batch, int64_t dim, float s, const int64_t* position,
-                   const float* log_z, const float* scale, const float* target_pull, float* gradient) {
+                   int64_t labels, const float* log_z, const float* scale, const float* target_pull, float* gradient) {
     with_products(kind == kBfloat16, [&](auto products, auto number) {
         using Products = decltype(products);
         using Number = decltype(number);
         using Factor = typename Products::Number;
         row_gradients<Products, Number>({static_cast<const Number*>(table), inverse, {index, first}, count,
-                                         static_cast<const Factor*>(columns), batch, dim, s, position},
+                                         static_cast<const Factor*>(columns), batch, dim, s, position, labels},
                                         static_cast<const Factor*>(rows), {log_z, scale, target_pull}, gradient);
     });
 }

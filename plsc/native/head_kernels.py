@@ -30,10 +30,10 @@ _PARAMETERS = {
     "plsc_products": (_KIND,),
     "plsc_factor_bytes": (_KIND,),
     "plsc_pack": (_POINTER, _KIND, _INTEGER, _INTEGER, _POINTER, _POINTER),
-    # columns, batch, dim, s, position, total, pull
-    "plsc_first_pass": (*_ROWS, _POINTER, _INTEGER, _INTEGER, _FLOAT, _POINTER, _POINTER, _POINTER),
-    # columns, rows, batch, dim, s, position, log_z, scale, target_grad, gradient
-    "plsc_gradient": (*_ROWS, _POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, *[_POINTER] * 5),
+    # columns, batch, dim, s, position, labels, total, pull
+    "plsc_first_pass": (*_ROWS, _POINTER, _INTEGER, _INTEGER, _FLOAT, _POINTER, _INTEGER, _POINTER, _POINTER),
+    # columns, rows, batch, dim, s, position, labels, log_z, scale, target_grad, gradient
+    "plsc_gradient": (*_ROWS, _POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, _POINTER, _INTEGER, *[_POINTER] * 4),
     # dim, gradient, factor, lr, momentum, weight_decay, nesterov, state, its kind and scale, key, numbers, first_number
     "plsc_sgd": (
         *(*_ROWS, _INTEGER, _POINTER, _FLOAT, _FLOAT, _FLOAT, _FLOAT, ctypes.c_int),
@@ -107,7 +107,7 @@ class PackedBatch:
 
     Args:
         features: (B, D) of the table's dtype, float32 or bfloat16.
-        position: (B,) int64, the target's index among the selected classes, −1 for none.
+        position: (B,) or (B, K) int64, the targets' indices among the selected classes, −1 for none.
     """
 
     def __init__(self, features: Tensor, position: Tensor) -> None:
@@ -122,8 +122,13 @@ class PackedBatch:
         _call("plsc_pack", padded, kind, self.padded, self.dim, self.columns, self.rows)
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
-        """A vector (B,) filled up to the padded batch."""
-        return torch.nn.functional.pad(values, (0, self.padded - self.batch), value=filling).contiguous()
+        """Values (B,) or (B, K) filled up to the padded batch."""
+        of_labels = (0,) * (2 * values.dim() - 2)
+        return torch.nn.functional.pad(values, (*of_labels, 0, self.padded - self.batch), value=filling).contiguous()
+
+    def arguments(self, s: float, first: int) -> tuple[Any, ...]:
+        """A kernel's arguments from the batch's size on; ``first`` is the position of the first row that it visits."""
+        return self.padded, self.dim, s, self.position - first, self.position.numel() // max(self.padded, 1)
 
 
 class FirstPass:
@@ -140,7 +145,7 @@ class FirstPass:
         batch = self._batch
 
         def work(thread: int, start: int, stop: int) -> None:
-            samples = batch.columns, batch.padded, batch.dim, self._s, batch.position - (position + start)
+            samples = batch.columns, *batch.arguments(self._s, position + start)
             pull = None if self._grads is None else self._grads[thread]
             _call("plsc_first_pass", *table.part(start, stop), *samples, self._totals[thread], pull)
 
@@ -162,12 +167,12 @@ def gradient(
         batch: the samples.
         s: the logits' scale.
         position: of the first of these rows among the classes that the batch's positions count.
-        derivatives: log_z, scale and target_grad, (padded B,) float32 each, see :meth:`PackedBatch.pad`.
+        derivatives: log_z, scale and target_grad, padded and float32, see :meth:`PackedBatch.pad`.
         out: scratch, float32, with room for the rows filled up to a multiple of :data:`BLOCK`. The result is a part.
     """
 
     def work(thread: int, start: int, stop: int) -> None:
-        samples = batch.columns, batch.rows, batch.padded, batch.dim, s, batch.position - (position + start)
+        samples = batch.columns, batch.rows, *batch.arguments(s, position + start)
         _call("plsc_gradient", *table.part(start, stop), *samples, *derivatives, out[start:])
 
     _in_threads(work, table.count)

@@ -354,7 +354,8 @@ def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: boo
 def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
     """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
     head = config.head
-    names = "sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"
+    names = ["sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"]
+    names += ["positives", "label_reduction", "labels_per_step"]
     return ShardedHead(
         config.embedding_dim,
         num_classes,

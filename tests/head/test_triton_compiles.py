@@ -82,7 +82,15 @@ def test_parking_takes_a_lock_and_is_read_behind_a_barrier(tmp_path, monkeypatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = Tile(16, 16, 32).options
     sizes = {name: options.pop(name) for name in ("TILE", "BLOCK_B", "BLOCK_N", "FLIPPED")}
-    constants = {"dim": 32, "CENTERS": 1, "PRECISION": "ieee", "STOCHASTIC": True, "WIDEN": False, "BLOCK_ROWS": 16}
+    constants = {
+        "dim": 32,
+        "CENTERS": 1,
+        "PRECISION": "ieee",
+        "STOCHASTIC": True,
+        "WIDEN": False,
+        "LABELS": 1,
+        "BLOCK_ROWS": 16,
+    }
     constants |= dict.fromkeys(("index", "row_numbers", "member", "skip")) | {"UPDATE_STAGES": 1}
     kernel, of_rule = RULES["sgd_pass"]
     built = compile_for(

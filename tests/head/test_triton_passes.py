@@ -64,13 +64,16 @@ def by_formula(given: dict) -> tuple[torch.Tensor, ...]:
     unit = w / w.norm(dim=1, keepdim=True)
     cos = (unit @ x.T).view(rows.num_classes, rows.centers, len(x))
     wins = torch.nn.functional.one_hot(cos.argmax(1), rows.centers).movedim(2, 1)
-    is_target = torch.arange(rows.num_classes)[:, None] == batch.position
+    position = batch.position if batch.position.dim() > 1 else batch.position[:, None]
+    own = torch.arange(rows.num_classes)[:, None, None] == position
+    is_target = own.any(2)
     z = S * cos.amax(1)
     e = z.exp().masked_fill(is_target, 0)
     p = (z - given["log_z"]).exp() * given["scale"]
     if given["member"] is not None:
         p = p * given["member"]
-    p = torch.where(is_target, given["target_grad"].double(), p)
+    target_grad = given["target_grad"].double().view(position.shape)
+    p = torch.where(is_target, (own * target_grad).sum(2), p)
     spread_e, spread_p = ((wins * values[:, None]).flatten(0, 1) for values in (e, p))
     return e.sum(0), spread_e.T @ unit, spread_p @ x
 

@@ -1,9 +1,10 @@
 """Problems for a class head: steps of it on any ranks, the same by the dense oracle, and all that a head stores."""
 
+import copy
 from typing import Any
 
 import torch
-from reference import Oracle, relative_error
+from reference import relative_error
 from torch import Tensor
 
 import plsc
@@ -81,9 +82,9 @@ def sharded_steps(
     return out
 
 
-def dense_steps(oracle: Oracle, problem: Problem, steps: int = 1, centers: int = 1) -> list[Step]:
+def dense_steps(oracle: Any, problem: Problem, steps: int = 1, centers: int = 1) -> list[Step]:
     """The same steps by the oracle, in one process."""
-    oracle = Oracle(oracle.name, oracle.s, oracle.gradient, oracle.parameters)
+    oracle = copy.deepcopy(oracle)  # its state moves
     weight = problem[0].clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     out = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore
 
 from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
@@ -24,11 +24,18 @@ from plsc.optim.verdict import Verdict
 PROGRAM = textwrap.dedent("""
     import os, sys, time
     from plsc.data.loader import BatchReader
+    from plsc.parallel.rank_monitor import RankMonitor
     from plsc.tools import entry
     from plsc.train import failures, step
 
     entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.05 if sys.argv[1] == "hasty" else 0.5
-    stuck, said, take = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step
+    stuck, said, take, beat = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step, RankMonitor._beat
+
+    def beating(self, now):
+        place, seen = self._place, beat(self, now)
+        if "step" in place:
+            open(said + "-place" + os.environ["RANK"], "w").close()
+        return seen
 
     def read_for_ever(self, request):
         time.sleep(120)
@@ -44,7 +51,7 @@ PROGRAM = textwrap.dedent("""
             time.sleep(0.05)
         return take(self, group, number, stop)
 
-    step.Stepper.step = stepping
+    step.Stepper.step, RankMonitor._beat = stepping, beating
     sys.exit(entry.main(["train", *sys.argv[3:]]))
 """)
 RECIPE = """
@@ -62,15 +69,12 @@ every_steps = 1
 """
 
 
-def is_at_step(places: Store, rank: int) -> bool:
-    """Whether a rank has told the others by now that it is at a step."""
-    key = f"place/{rank}"
-    return places.check([key]) and b"step" in places.get(key)
-
-
 @contextlib.contextmanager
 def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    """The ranks of a run, at its third step and known to be at a step; what is left of them is killed."""
+    """The ranks of a run, at its third step; what is left of them is killed.
+
+    Where their time is limited, the others know of each that it is at a step: they are told rarely where it is not.
+    """
     (folder / "program.py").write_text(PROGRAM)
     (folder / "recipe.toml").write_text(RECIPE)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -85,8 +89,8 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
         settings = {"cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen([sys.executable, *words], **settings))  # type: ignore[call-overload]
     try:
-        places = PrefixStore("plsc/monitor", store)
-        while not all((folder / f"said{rank}").exists() and is_at_step(places, rank) for rank in range(world)):
+        names = ("said", "said-place") if "--parallel.timeout_seconds" in options else ("said",)
+        while not all((folder / f"{name}{rank}").exists() for name in names for rank in range(world)):
             assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1] for rank in ranks if rank.poll()]
             time.sleep(0.02)
         yield ranks

@@ -50,8 +50,9 @@ class PartialSoftmax:
 class Batch:
     """The input of both passes: unit embeddings (B, D) of the global batch, and the index of each one's target here.
 
-    ``position`` (B,) is the target's index among the selected classes, −1 where another shard owns it; ``phi`` (B,) is
-    the target's φ, for margins that compare negatives with it; ``state`` are the margin's statistics.
+    ``position`` (B,) is the target's index among the selected classes, −1 where another shard owns it, or (B, K) those
+    of several labels; ``phi`` is the targets' φ, for margins that compare negatives with it; ``state`` are the margin's
+    statistics.
     """
 
     features: Tensor
@@ -76,9 +77,12 @@ class Batch:
 
         They are replaced, never corrected by a difference: near p = 1, exp(z) and its target's share would cancel.
         """
-        inside = (self.position >= chunk.start) & (self.position < chunk.stop)
-        index = torch.where(inside, self.position - chunk.start, 0)[None]
-        matrix.scatter_(0, index, torch.where(inside, values, matrix.gather(0, index)))
+        positions = self.position.unbind(1) if self.position.dim() > 1 else [self.position]
+        for label, position in enumerate(positions):
+            value = values[:, label] if isinstance(values, Tensor) and values.dim() > 1 else values
+            inside = (position >= chunk.start) & (position < chunk.stop)
+            index = torch.where(inside, position - chunk.start, 0)[None]
+            matrix.scatter_(0, index, torch.where(inside, value, matrix.gather(0, index)))
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class PassInputs:
         batch: the samples; several micro-batches may be concatenated.
         log_z: (B,) log of each sample's normaliser over all shards.
         scale: (B,) derivative of the loss by a non-target's cosine, divided by its probability: s/B for a mean.
-        target_grad: (B,) derivative of the loss by the target's cosine.
+        target_grad: (B,) or (B, K) derivative of the loss by the targets' cosines.
         chunk_size: classes per chunk, at most about; bits do not depend on it.
         member: (selected classes, B) bool, whether the class took part in the sample's softmax; None: all did.
     """

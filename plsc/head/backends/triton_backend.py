@@ -81,4 +81,6 @@ class TritonBackend(TorchBackend):
         return update_rows if has_kernel(kind, self._dim) else super().updater(kind)
 
     def _takes(self, batch: Batch) -> bool:
-        return self.takes_passes and len(batch.features) > 0  # a group without a sample has no block to launch
+        labels = batch.position.shape[1] if batch.position.dim() > 1 else 1
+        # a group without a sample has no block to launch
+        return self.takes_passes and len(batch.features) > 0 and labels <= triton_passes.MOST_LABELS

@@ -167,6 +167,7 @@ def first_pass(
     FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    LABELS: tl.constexpr,
 ):
     """Sums over ``per`` classes to a program: of exponentials, and of the rows that they weigh unless ``pull`` is None.
 
@@ -186,8 +187,10 @@ def first_pass(
     held = b < batch - first_sample
     begin = split * per
     count = tl.minimum(n - begin, per).to(tl.int32)
-    target = tl.load(position + first_sample + b, mask=held, other=-1) - start - begin
-    target = tl.where((target >= 0) & (target < count), target, -1).to(tl.int32)
+    targets = ()
+    for label in tl.static_range(LABELS):
+        target = tl.load(position + label * batch + first_sample + b, mask=held, other=-1) - start - begin
+        targets = targets + (tl.where((target >= 0) & (target < count), target, -1).to(tl.int32),)
     x = _tiles(features + first_sample * dim + (b[:, None] * dim + d[None, :]), held, dim, TILE)
     pulls = ()
     for _ in tl.static_range(TILES):
@@ -202,8 +205,10 @@ def first_pass(
         w = _tiles(w_at, inside, dim, TILE)
         scores = _scores(w, x, BLOCK_N, BLOCK_B, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
-        own = _along(slot // SLOTS + done, CLASS_AXIS) == _along(target, SAMPLE_AXIS)
-        counted = _along(inside, CLASS_AXIS) & ~own
+        counted = _along(inside, CLASS_AXIS)
+        for label in tl.static_range(LABELS):
+            own = _along(slot // SLOTS + done, CLASS_AXIS) == _along(targets[label], SAMPLE_AXIS)
+            counted = counted & ~own
         if CENTERS > 1:
             logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
             counted = counted & _is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS)
@@ -223,7 +228,9 @@ def first_pass(
 
 
 @triton.jit
-def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, UPDATES):
+def _gradient_tiles(
+    table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, UPDATES
+):
     """The gradient by the unit rows of a program's classes, summed over all samples, as tiles of D."""
     features, position, log_z, scale, target_grad, member, batch, s = samples
     TILES: tl.constexpr = dim // TILE
@@ -255,10 +262,12 @@ def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK
             at += _along(slot // SLOTS, CLASS_AXIS).to(tl.int64) * batch + _along(b, SAMPLE_AXIS)
             taken = tl.load(at, mask=_along(inside, CLASS_AXIS) & _along(held, SAMPLE_AXIS), other=0)
             p = tl.where(taken != 0, p, 0.0)
-        target = (tl.load(position + sample + b, mask=held, other=-1) - start - begin).to(tl.int32)
-        pull = tl.load(target_grad + sample + b, mask=held, other=0.0)
-        own = _along(slot // SLOTS, CLASS_AXIS) == _along(target, SAMPLE_AXIS)
-        p = tl.where(own, _along(pull, SAMPLE_AXIS), p)
+        for label in tl.static_range(LABELS):
+            at_label = label * batch + sample + b
+            target = (tl.load(position + at_label, mask=held, other=-1) - start - begin).to(tl.int32)
+            pull = tl.load(target_grad + at_label, mask=held, other=0.0)
+            own = _along(slot // SLOTS, CLASS_AXIS) == _along(target, SAMPLE_AXIS)
+            p = tl.where(own, _along(pull, SAMPLE_AXIS), p)
         if CENTERS > 1:
             logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
             p = tl.where(_is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS), p, 0.0)
@@ -302,12 +311,13 @@ def gradient_pass(
     FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    LABELS: tl.constexpr,
 ):
     """Pass 2 that stores the gradient by the unit rows, for an update that is not its own."""
     table = (weight, inverse_norm, index, first)
     samples = (features, position, log_z, scale, target_grad, member, batch, s)
     totals = _gradient_tiles(
-        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, False
+        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, False
     )
     held, at, _ = _program_rows(index, first, tl.arange(0, BLOCK_N), n, CENTERS, BLOCK_N)
     columns = tl.arange(0, TILE)
@@ -387,6 +397,7 @@ def update_pass(
     FLIPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    LABELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     UPDATE_STAGES: tl.constexpr,
     RULE: tl.constexpr,
@@ -396,7 +407,7 @@ def update_pass(
     table = (weight, inverse_norm, index, first)
     samples = (features, position, log_z, scale, target_grad, member, batch, s)
     totals = _gradient_tiles(
-        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, True
+        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, True
     )
     state = (first_moment, first_scale, second_moment, second_scale)
     step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)

@@ -28,6 +28,7 @@ _OTHER_REGISTERS = 64  # of a thread, at least about, beside those that its shar
 _UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
 _UPDATE_STAGES = 2  # the next of them are on their way from memory while some are updated
 _LOG2_E = 1 / math.log(2)
+MOST_LABELS = 16  # of a sample: a tile is compared with each
 _forced_parks: int | None = None
 
 
@@ -48,7 +49,7 @@ def first_pass(
     """
     from plsc.head.backends import triton_pass_kernels as kernels
 
-    features, position = batch.features.contiguous(), batch.position.contiguous()
+    features, labels = batch.features.contiguous(), _labels(batch)
     size, device = len(features), features.device
     tile = choose_tile("first", rows, device, precision)
     blocks, step = -(-size // tile.samples), tile.classes(rows.centers)
@@ -69,7 +70,7 @@ def first_pass(
             weight=chunk.table.weight,
             features=features,
             inverse_norm=chunk.table.inverse_norm,
-            position=position,
+            **labels,
             total=totals,
             pull=pulls,
             batch=size,
@@ -147,15 +148,20 @@ def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[
     log_z = inputs.log_z.double() * _LOG2_E
     by_sample = {"log_z": log_z, "scale": inputs.scale, "target_grad": inputs.target_grad}
     member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
-    arguments = {name: values.float().contiguous() for name, values in by_sample.items()}
+    arguments = {name: values.float().t().contiguous() for name, values in by_sample.items()}
     return choose_tile("second", inputs.rows, device, precision), {
         **arguments,
         "features": batch.features.contiguous(),
-        "position": batch.position.contiguous(),
+        **_labels(batch),
         "member": member,
         "batch": len(batch.features),
         "s": batch.margin.s * _LOG2_E,
     }
+
+
+def _labels(batch: Batch) -> dict[str, Any]:
+    """The targets' positions, label by label, and how many labels a sample has."""
+    return {"position": batch.position.t().contiguous(), "LABELS": math.prod(batch.position.shape[1:])}
 
 
 def _table(chunk: Chunk) -> dict[str, Tensor]:
