@@ -3,12 +3,14 @@
 if __name__ != "plsc.data":
     raise ImportError("this folder is the package plsc.data: import plsc.data")
 
+from collections.abc import Callable
 from pathlib import Path
 
 from plsc.data.avatars import open_avatars
 from plsc.data.codec import decode_image, read_image
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, ImageDataset
 from plsc.data.folder import FolderDataset, ListDataset
+from plsc.data.glyphs import open_glyphs
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
 from plsc.data.record_dataset import RecordDataset
@@ -22,6 +24,7 @@ __all__ = [
     "PairSet",
     "TrainLoader",
     "decode_image",
+    "is_drawn",
     "normalize",
     "open_dataset",
     "read_image",
@@ -29,8 +32,16 @@ __all__ = [
     "write_pairs",
 ]
 
-FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
+# Sets that are drawn instead of read, by the word before the colon of their specifications.
+DRAWN: dict[str, Callable[[str, ImageSize | None], ImageDataset]] = {"avatars": open_avatars, "glyphs": open_glyphs}
+FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, avatars:IDSxIMAGES, or glyphs:BLOCK"
 _LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
+
+
+def is_drawn(source: str | Path) -> bool:
+    """Whether ``source`` is the specification of a drawn set, as ``avatars:2000x30``, and no path."""
+    kind, colon, _ = str(source).partition(":")
+    return bool(colon) and kind in DRAWN
 
 
 def open_dataset(
@@ -39,8 +50,9 @@ def open_dataset(
     image_size: ImageSize | None = 112,
     interpolation: str = BILINEAR,
     max_bad_records: int | None = MAX_BAD_RECORDS,
+    label_columns: bool = False,
 ) -> ImageDataset:
-    """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
+    """Open a folder per identity, a list file, a .rec (or its folder), or a drawn set (:data:`DRAWN`).
 
     Args:
         source: the path, or the specification of the built-in data.
@@ -48,19 +60,23 @@ def open_dataset(
             stored size.
         interpolation: by which it is resized, "bilinear" or "bicubic".
         max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
+        label_columns: take sets of several labels a picture, whose ``labels`` are (N, K), -1 where there is none.
 
     Raises:
-        UsageError: the path does not exist, is an empty folder or of none of these forms.
+        UsageError: the path does not exist, is an empty folder or of none of these forms, or has several labels a
+            picture where one is wanted.
         DataError: the content cannot be read.
     """
     dataset = _open(source, image_size, max_bad_records)
+    if dataset.labels.ndim > 1 and not label_columns:
+        raise UsageError(f"{source} has {dataset.labels.shape[1]} labels a picture, and one is wanted; drop labels=")
     dataset.interpolation = interpolation
     return dataset
 
 
 def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
-    if str(source).startswith("avatars:"):
-        return open_avatars(str(source), image_size=image_size)
+    if is_drawn(source):
+        return DRAWN[str(source).partition(":")[0]](str(source), image_size)
     path = Path(source)
     if path.is_dir():
         records = _records_in(path)

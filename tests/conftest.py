@@ -131,6 +131,7 @@ SKIP_HINTS = {
     "needs a CUDA device": "GPU tests; run them on a machine with an NVIDIA GPU",
     "needs a C++ compiler": "tests of compiled CPU kernels; install g++ or clang++, or name a compiler in CXX",
     "needs bash and curl": "blocks of the documentation; install curl to run them",
+    "Han fonts or Unihan": "tests of Han characters; apt-get install the fonts of docs/glyphs.md and unicode-data",
     "is not installed": "tests beside optional peers; 'make install' installs them",
 }
 

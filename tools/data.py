@@ -1,7 +1,7 @@
 """Convert, check, align and describe sets of labelled images.
 
 SOURCE is a folder per identity, a list file with a line path<TAB>label per image, an MXNet .rec (or the folder
-that holds train.rec), or avatars:IDSxIMAGES[@FIRST], the built-in drawings.
+that holds train.rec), or a built-in drawing, avatars:IDSxIMAGES[@FIRST] or glyphs:BLOCK.
 
   plsc data convert faces/ faces.rec           a folder to a .rec; the other way round: plsc data convert X.rec faces/
   plsc data check faces.rec                    decode everything; find duplicates and empty classes
@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
     align = add_action(actions, "align", _align, text, replaces="OUT, --json")
     for action in (convert, check, stats, pairs, align):
-        action.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
+        action.add_argument(
+            "source", metavar="SOURCE", help="a folder, a list, a .rec, avatars:IDSxIMAGES or glyphs:BLOCK"
+        )
         add_outside_option(action)
     convert.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder")
     text = "give up past N broken images (1000)"

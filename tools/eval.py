@@ -5,8 +5,8 @@ input and one output, or raw-pixels: a baseline that compares the pixels themsel
 model.safetensors, the last weights; --best takes best.safetensors, those of the best evaluation.
 
   --pairs X.bin     verification sets as insightface distributes them (lfw.bin, cfp_fp.bin, agedb_30.bin)
-  --data DIR        a folder per identity, a list file, a .rec, or avatars:IDSxIMAGES@FIRST: all its pairs are
-                    compared, every image is searched for among the first images of the identities (rank-1),
+  --data DIR        a folder per identity, a list file, a .rec, avatars:IDSxIMAGES@FIRST or glyphs:BLOCK: all its
+                    pairs are compared, every image is searched for among the first images of the identities (rank-1),
                     and every image among all others (Recall@K, mAP@R, R-precision)
   --ijb DIR         the folder IJBB or IJBC, with meta/ and loose_crop/ in it: template verification
 
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _check(args: argparse.Namespace) -> None:
     from plsc.api import RAW_PIXELS
+    from plsc.data import is_drawn
     from plsc.evaluation.report import check_target
     from plsc.evaluation.templates import find_prefix
 
@@ -104,7 +105,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.calibration is not None:
         _check_calibration(args)
     for path in (*args.pairs, *args.data):  # of all, before hours are spent on the first
-        if not path.startswith("avatars:") and not Path(path).exists():
+        if not is_drawn(path) and not Path(path).exists():
             raise UsageError(f"there is no {path} to evaluate on")
     if args.ijb is not None:
         find_prefix(args.ijb)

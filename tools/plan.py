@@ -140,10 +140,11 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
     """Classes and images: as given, else the data's."""
     if args.classes is not None:
         return args.classes, args.images
+    from plsc.data import is_drawn
     from plsc.train.components import open_training_data
 
     source = config.data.train
-    if not source.startswith("avatars:") and not Path(source).exists():
+    if not is_drawn(source) and not Path(source).exists():
         raise UsageError(f"data.train = {source} is not here to count its classes; give --classes C")
     dataset = open_training_data(config.data)
     return dataset.num_classes, args.images if args.images is not None else len(dataset)

@@ -41,7 +41,7 @@ def parse_spec(spec: str) -> tuple[int, int, int]:
     return identities, images, first
 
 
-def open_avatars(spec: str, *, image_size: ImageSize | None = DEFAULT_SIZE) -> AvatarDataset:
+def open_avatars(spec: str, image_size: ImageSize | None = DEFAULT_SIZE) -> AvatarDataset:
     """Open the data set that `spec` describes (see `parse_spec`); `image_size` None is 112."""
     identities, images, first = parse_spec(spec)
     size = DEFAULT_SIZE if image_size is None else image_size

@@ -18,8 +18,8 @@ class DataConfig:
     """[data]: the images to train on.
 
     Attributes:
-        train: Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or
-            avatars:IDENTITIESxIMAGES, which plsc draws.
+        train: Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec,
+            or what plsc draws: avatars:IDENTITIESxIMAGES or glyphs:BLOCK.
         image_size: Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of
             init_weights, or 112.
         interpolation: Interpolation by which images are resized; unset: that of init_weights, or bilinear.

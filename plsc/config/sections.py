@@ -28,7 +28,7 @@ class EvalConfig:
     """[eval]: evaluation during training, on classes that are not trained on.
 
     Attributes:
-        sets: Evaluation sets: .bin verification sets, folders of unseen classes, or avatars:NxM@FIRST.
+        sets: Evaluation sets: .bin verification sets, folders of unseen classes, or drawn sets, as avatars:NxM@FIRST.
         every_steps: Steps between evaluations; 0: at the end only.
         batch_size: Images per rank and forward pass.
     """

@@ -76,8 +76,8 @@ def open_images(
     """Open what :func:`plsc.data.open_dataset` opens, one image, a folder with images directly in it, or a sequence.
 
     Args:
-        source: a path or ``avatars:IDSxIMAGES``; one image in memory (bytes, a Pillow image, an array (H, W, 3), a
-            tensor (3, H, W)); or a sequence of images, as a list of paths or an array (N, H, W, 3).
+        source: a path or a drawn set (``avatars:IDSxIMAGES``); one image in memory (bytes, a Pillow image, an array
+            (H, W, 3), a tensor (3, H, W)); or a sequence of images, as a list of paths or an array (N, H, W, 3).
         image_size: of the model: the side of squares, or (height, width). Images are taken for aligned crops and
             resized, unless one of the next two aligns them, which gives squares.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).

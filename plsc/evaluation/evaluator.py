@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from plsc.data import decode_image, open_dataset, read_pairs
+from plsc.data import decode_image, is_drawn, open_dataset, read_pairs
 from plsc.embedding.columns import Int64, Mask
 from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
 from plsc.evaluation.pairs import squared_distances, ten_folds, unit_rows_float32
@@ -74,7 +74,7 @@ def evaluate(
 
     Args:
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
-        sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on; or
+        sets: .bin files of pairs; folders, lists, .rec files and drawn sets of classes not trained on; or
             what :func:`open_set` returned for one.
         image_size: of the images that ``embed`` takes: the side of squares in pixels, or (height, width).
         interpolation: by which pictures are resized to it.
@@ -172,7 +172,7 @@ def set_names(sources: Sequence[str]) -> list[str]:
 
 
 def _short_name(source: str) -> str:
-    if source.startswith("avatars:"):
+    if is_drawn(source):
         return source
     path = Path(source)
     return (path.stem if path.suffix in (".bin", ".rec", ".txt", ".tsv", ".lst") else path.name) or source

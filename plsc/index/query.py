@@ -105,7 +105,9 @@ def search_service(client: "Client", collection: str, source: str | Path, k: int
 
 
 def _require_source(source: str | Path) -> None:
-    if not Path(source).exists() and not str(source).startswith("avatars:"):
+    from plsc.data import is_drawn
+
+    if not Path(source).exists() and not is_drawn(source):
         raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
 
 

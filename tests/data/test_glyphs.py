@@ -1,0 +1,309 @@
+"""Glyphs are the same in every process, show their characters, and are selected as their specification says."""
+
+import hashlib
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fontTools.ttLib import TTFont
+from PIL import Image, ImageDraw, ImageFont
+
+from plsc.data import TrainLoader, is_drawn, open_dataset
+from plsc.data.glyphs import fonts, unihan
+from plsc.data.glyphs.fonts import Font, characters_of, installed_fonts, typefaces
+from plsc.errors import DataError, UsageError
+
+LETTERS = "41-5A+61-7A"
+TWO = "fonts=DejaVuSans+DejaVuSerif"
+DIGEST = """
+import hashlib
+from plsc.data import open_dataset
+data = open_dataset("glyphs:41-4A:fonts=DejaVuSans+DejaVuSerif:variants=2", image_size=40)
+digest = hashlib.sha256()
+for i in reversed(range(len(data))):
+    digest.update(data.image(i).numpy().tobytes())
+print(digest.hexdigest())
+"""
+HAN = pytest.mark.skipif(
+    not {"ukai", "uming", "HanaMinA"} <= {font.name for font in installed_fonts()}
+    or not Path("/usr/share/unicode/Unihan_Readings.txt.bz2").exists(),
+    reason="Han fonts or Unihan are not here: apt-get install fonts-hanazono fonts-arphic-u* unicode-data",
+)
+
+
+@pytest.fixture
+def in_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder in the place of the system's, beside matplotlib's fonts."""
+    caches = (installed_fonts, typefaces)
+    monkeypatch.setattr(fonts, "_FOLDERS", (tmp_path / "fonts",))
+    (tmp_path / "fonts").mkdir()
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path / "fonts"
+    for cached in caches:
+        cached.cache_clear()
+
+
+def dejavu(name: str) -> Font:
+    return next(font for font in installed_fonts() if font.name == name)
+
+
+def without_characters(path: Path) -> bytes:
+    """A font whose table of characters is damaged."""
+    content = bytearray(path.read_bytes())
+    with path.open("rb") as file, TTFont(file) as tables:
+        start = tables.reader.tables["cmap"].offset
+    content[start : start + 200] = b"\xff" * 200
+    return bytes(content)
+
+
+def plain(font: Font, code: int, side: int) -> torch.Tensor:
+    """A character in the middle of a picture, as Pillow draws it."""
+    picture = Image.new("L", (side, side), 255)
+    face = ImageFont.truetype(str(font.path), round(0.8 * side))
+    left, top, right, bottom = face.getbbox(chr(code))
+    ImageDraw.Draw(picture).text(((side - left - right) / 2, (side - top - bottom) / 2), chr(code), 0, font=face)
+    return torch.from_numpy(np.array(picture)).float()
+
+
+def unit(pictures: list[torch.Tensor]) -> torch.Tensor:
+    flat = torch.stack(pictures).flatten(1)
+    return torch.nn.functional.normalize(flat - flat.mean(dim=1, keepdim=True), dim=1)
+
+
+def codes_of(spec: str) -> set[str]:
+    data = open_dataset(spec, image_size=16)
+    assert set(data.labels.tolist()) == set(range(data.num_classes))
+    return set(data.class_names)
+
+
+@pytest.mark.slow
+def test_another_process_draws_the_same_pixels_in_another_order() -> None:
+    data = open_dataset(f"glyphs:41-4A:{TWO}:variants=2", image_size=40)
+    pictures = [data.image(index).numpy().tobytes() for index in range(len(data))]
+    assert len(set(pictures)) == len(pictures) == 40
+    digest = hashlib.sha256(b"".join(reversed(pictures))).hexdigest()
+    other = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == digest
+
+
+def test_a_picture_is_the_same_in_any_selection_that_has_it() -> None:
+    data = open_dataset(f"glyphs:{LETTERS}:{TWO}:variants=3", image_size=32)
+    alone = open_dataset("glyphs:67:fonts=DejaVuSerif:variants=2", image_size=32)
+    again = pickle.loads(pickle.dumps(data))
+    index = [data.key(index) for index in range(len(data))].index("U+0067/DejaVuSerif/1")
+    assert alone.key(1) == "U+0067/DejaVuSerif/1"
+    assert torch.equal(data.image(index), alone.image(1))
+    assert torch.equal(again.image(index), alone.image(1))
+    assert data.class_names[data.labels[index]] == "U+0067 g"
+    with pytest.raises(IndexError, match="no picture 2"):
+        alone.image(2)
+
+
+def test_pictures_show_their_characters() -> None:
+    data = open_dataset(f"glyphs:41-5A:{TWO}:variants=4", image_size=48)
+    references = unit(
+        [plain(dejavu(name), code, 48) for code in range(0x41, 0x5B) for name in ("DejaVuSans", "DejaVuSerif")]
+    )
+    drawn = unit([data.image(index)[0].float() for index in range(len(data))])
+    nearest = (drawn @ references.T).argmax(dim=1).numpy() // 2
+    assert np.mean(nearest == data.labels) > 0.7  # one in 26 by chance; they are turned, sheared and scaled
+
+
+@pytest.mark.parametrize("size", [16, 33, 64, 112, (48, 32)])
+def test_any_size_gives_grey_pictures_that_hold_the_whole_glyph(size: int) -> None:
+    data = open_dataset("glyphs:4D+69+2014+3a9:fonts=DejaVuSans:variants=3", image_size=size)
+    for index in range(len(data)):
+        picture = data.image(index)
+        assert picture.shape == (3, *(size if isinstance(size, tuple) else (size, size)))
+        assert picture.dtype == torch.uint8
+        assert torch.equal(picture[0], picture[2])
+        assert picture.is_contiguous()
+        paper = int(picture.max())
+        assert paper - int(picture.min()) > 60
+        if isinstance(size, int):
+            border = torch.cat([picture[0, 0], picture[0, -1], picture[0, :, 0], picture[0, :, -1]])
+            assert border.min() >= paper - 60
+
+
+def test_characters_are_those_that_the_fonts_draw() -> None:
+    ft2font = pytest.importorskip("matplotlib.ft2font")
+    font = dejavu("DejaVuSans")
+    mapped = set(ft2font.FT2Font(str(font.path)).get_charmap())
+    has = set(characters_of(font).tolist())
+    assert has <= mapped
+    assert {0x41, 0x3A9, 0x2014} <= has
+    face = ImageFont.truetype(str(font.path), 40, layout_engine=ImageFont.Layout.BASIC)
+    assert all(face.getmask(chr(code)).getbbox() is None for code in sorted(mapped - has))  # spaces
+    assert {0x20, 0xA0} <= mapped - has
+
+
+def test_selections_divide_and_nest(in_folder: Path) -> None:
+    block = "glyphs:370-3FF+400-52F"
+    everything = codes_of(block)
+    seen, unseen = codes_of(f"{block}:part=seen"), codes_of(f"{block}:part=unseen")
+    assert seen | unseen == everything
+    assert not seen & unseen
+    assert 0.05 < len(unseen) / len(everything) < 0.17
+    some, more = codes_of(f"{block}:part=seen:characters=20"), codes_of(f"{block}:part=seen:characters=60")
+    assert (len(some), len(more)) == (20, 60)
+    assert some < more < seen
+    # Other fonts draw the same characters where those are chosen by how many fonts have them.
+    by, rest = (codes_of(f"{block}:least_fonts=3:characters=90:fonts={one}DejaVuSansMono") for one in ("", "-"))
+    assert by <= rest
+    assert len(rest) == 90
+    counts = sum(
+        np.isin([int(name[2:6], 16) for name in rest], characters_of(font)).astype(int) for font in typefaces()
+    )
+    assert counts.min() >= 3
+
+
+def test_one_regular_font_stands_for_a_typeface(in_folder: Path) -> None:
+    names = [font.name for font in typefaces()]
+    assert {"DejaVuSans", "DejaVuSansMono", "DejaVuSerif"} <= set(names)
+    assert not any("Bold" in name or "Oblique" in name for name in names)
+    data = open_dataset("glyphs:41:fonts=DejaVuSans-Bold+dejavu serif", image_size=16)
+    assert [data.key(index) for index in range(2)] == ["U+0041/DejaVuSans-Bold/0", "U+0041/DejaVuSerif/0"]
+    left = open_dataset("glyphs:41:fonts=-DejaVuSans+DejaVu Serif", image_size=16)
+    assert {font.name for font in left.fonts} == set(names) - {"DejaVuSans", "DejaVuSerif"}
+    assert Font(Path("x.ttc"), "Noto Sans CJK JP", (0, 0, 0, 0)).typeface == "Noto Sans CJK"
+
+
+def test_fonts_are_those_of_the_folders_alone(in_folder: Path, tmp_path: Path) -> None:
+    source = dejavu("DejaVuSans").path
+    shutil.copy(source, tmp_path / "outside.ttf")
+    shutil.copy(source, in_folder / "inside.ttf")
+    (in_folder / "link.ttf").symlink_to(tmp_path / "outside.ttf")
+    (in_folder / "again.ttf").symlink_to(in_folder / "inside.ttf")
+    (in_folder / "damaged.ttf").write_bytes(source.read_bytes()[:900])
+    (in_folder / "no_characters.ttf").write_bytes(without_characters(source))
+    (in_folder / "none.otf").write_bytes(b"")
+    installed_fonts.cache_clear()
+    names = {font.name for font in installed_fonts()}
+    assert "inside" in names
+    assert not names & {"outside", "link", "again", "damaged", "none", "cmr10"}
+    with pytest.raises(UsageError, match="no font '/etc/x' is installed"):
+        open_dataset("glyphs:41:fonts=/etc/x")
+    assert len(characters_of(dejavu("no_characters"))) == 0
+    data = open_dataset("glyphs:41:fonts=inside", image_size=16)
+    (in_folder / "inside.ttf").unlink()
+    with pytest.raises(DataError, match=r"inside\.ttf cannot draw U\+0041"):
+        data.image(0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("glyphs:", "is not glyphs:BLOCK"),
+        ("glyphs:hna", "a block is han, kana or a range as 4E00-9FFF, not 'hna'; did you mean han?"),
+        ("glyphs:41-", "a range as 4E00-9FFF"),
+        ("glyphs:41-5Z", "a range as 4E00-9FFF"),
+        ("glyphs:han:font=ukai", "there is no key 'font'; did you mean fonts?"),
+        ("glyphs:41:seed=3", "there is no key 'seed'; the form is glyphs:BLOCK"),
+        ("glyphs:41:variants", "variants takes one value, once"),
+        ("glyphs:41:variants=2:variants=3", "variants takes one value, once"),
+        ("glyphs:41:variants=0", "variants takes a number of at least 1, not '0'"),
+        ("glyphs:41:characters=２", "characters takes a number"),
+        ("glyphs:41:part=sene", "part is seen or unseen, not 'sene'; did you mean seen?"),
+        ("glyphs:41:fonts=DejaVuSanz", "no font 'DejaVuSanz' is installed; did you mean DejaVuSans?"),
+        ("glyphs:41:fonts=+", "no font '' is installed; apt-get install fonts-hanazono "),
+        ("glyphs:E000-E001:fonts=DejaVuSerif", "apt-get install fonts-hanazono .* brings Han fonts"),
+        ("glyphs:41:least_fonts=900", "no character is left that so many installed fonts have"),
+        ("glyphs:41-5A:fonts=DejaVuSans:variants=900000000", "at most 1,000,000,000 pictures"),
+        ("glyphs:41:labels=character+radicals", "labels are character, .*, not 'radicals'; did you mean radical?"),
+        ("glyphs:41:labels=radical", "labels begin with character"),
+        ("glyphs:41:labels=character+radical+radical", "each is there once"),
+    ],
+)
+def test_a_wrong_specification_is_refused_in_one_line(in_folder: Path, spec: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        open_dataset(spec, image_size=16)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [15, 513])
+def test_a_size_out_of_range_is_refused(size: int) -> None:
+    with pytest.raises(UsageError, match=f"image_size {size}"):
+        open_dataset("glyphs:41:fonts=DejaVuSans", image_size=size)
+
+
+def test_without_fonttools_its_name_is_said(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fontTools.ttLib", None)
+    with pytest.raises(UsageError, match="pip install fonttools"):
+        open_dataset("glyphs:41", image_size=16)
+
+
+def test_drawn_sets_are_told_from_paths() -> None:
+    assert is_drawn("glyphs:han")
+    assert is_drawn("avatars:2x3")
+    assert not any(is_drawn(path) for path in ("glyphs", "faces:1x2", Path("avatars"), "./glyphs:han", ""))
+
+
+@pytest.fixture
+def unihan_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Unihan's files, in which letters have radicals, strokes and readings as characters do."""
+    monkeypatch.setattr(unihan, "_FOLDER", tmp_path)
+    unihan._unihan.cache_clear()
+    (tmp_path / "Unihan_IRGSources.txt").write_text(
+        "# Unihan\nU+0041\tkRSUnicode\t9.5 30.2\nU+0042\tkRSUnicode\t9'.12\nU+0043\tkRSUnicode\t120.4\n"
+        "U+0041\tkTotalStrokes\t7\nU+0042\tkTotalStrokes\t12 11\nU+0043\tkTotalStrokes\t7\n"
+    )
+    (tmp_path / "Unihan_Readings.txt").write_text(
+        "U+0041\tkMandarin\tlǜ lù\nU+0041\tkJapaneseOn\tRYO\nU+0043\tkMandarin\tzhōng\n"
+    )
+    yield tmp_path
+    unihan._unihan.cache_clear()
+
+
+def test_further_labels_are_classes_after_the_characters(unihan_folder: Path) -> None:
+    spec = f"glyphs:41-44:{TWO}:variants=2:labels=character+radical+strokes+reading"
+    with pytest.raises(UsageError, match="has 4 labels a picture, and one is wanted"):
+        open_dataset(spec)
+    data = open_dataset(spec, image_size=16, label_columns=True)
+    assert list(data.class_names) == [
+        *("U+0041 A", "U+0042 B", "U+0043 C", "U+0044 D"),
+        *("radical 9", "radical 120", "strokes 7", "strokes 12", "reading lü", "reading zhong"),
+    ]
+    assert data.num_classes == 10
+    assert data.labels[::4].tolist() == [[0, 4, 6, 8], [1, 4, 7, -1], [2, 5, 6, 9], [3, -1, -1, -1]]
+    assert np.array_equal(data.labels, data.labels[::4].repeat(4, axis=0))
+    loader = TrainLoader(data, batch_size=6, rank=0, world_size=1, seed=0, augment="none", cache=None)
+    images, labels = next(iter(loader))
+    assert images.shape == (6, 3, 16, 16)
+    assert torch.equal(labels, torch.from_numpy(data.labels[loader.indices]))
+
+
+def test_without_unihan_its_package_is_named(unihan_folder: Path) -> None:
+    (unihan_folder / "Unihan_Readings.txt").unlink()
+    with pytest.raises(UsageError, match="apt-get install unicode-data"):
+        open_dataset("glyphs:41:labels=character+strokes", label_columns=True)
+
+
+@HAN
+def test_han_characters_of_the_systems_fonts() -> None:
+    spec = "glyphs:han:least_fonts=3:fonts=ukai+uming+HanaMinA:labels=character+radical+strokes+reading"
+    data = open_dataset(spec, image_size=48, label_columns=True)
+    names = list(data.class_names)
+    assert sum(name.startswith("radical") for name in names) == 214
+    row = data.labels[np.flatnonzero(data.labels[:, 0] == names.index("U+4E2D 中"))]
+    assert [[names[label] for label in labels[1:]] for labels in row] == [
+        ["radical 2", "strokes 4", "reading zhong"]
+    ] * 3
+    assert 30_000 < np.unique(data.labels[:, 0]).size < 45_000
+    pictures = [data.image(index) for index in np.flatnonzero(data.labels[:, 0] == names.index("U+4E2D 中"))]
+    assert all(picture.float().std() > 10 for picture in pictures)
+
+
+@HAN
+def test_characters_without_a_drawing_are_left_out() -> None:
+    font = dejavu("ukai")
+    face = ImageFont.truetype(str(font.path), 40)
+    mapped = {0x359E, 0x360E, 0x4E2D}  # the font maps the first two to blank glyphs
+    assert {code for code in mapped if face.getmask(chr(code)).getbbox()} == {0x4E2D}
+    assert mapped & set(characters_of(font).tolist()) == {0x4E2D}
