@@ -4,11 +4,12 @@ An assignment depends on the points and the centres alone: it is the ranking of 
 number, whatever was assigned before, on whatever rank, by however many threads.
 
 From the second assignment on, most points are not compared with most centres. Each point keeps a bound: no centre but
-its own is nearer than this angle. A centre that turned by δ lowers it by at most δ (the triangle inequality on the sphere:
-Hamerly, "Making k-means even faster", 2010; Schubert et al., "Accelerating Spherical k-Means", 2021). One centre that
-turned far would spoil all bounds. So centres that turned by more than a threshold τ are compared with every point, as
-Kaukoranta et al. ("A fast exact GLA based on code vector activity detection", 2000) do with all that moved; bounds are
-lowered by τ, and only points whose own centre is farther than that are compared with all. τ is the one that costs least.
+its own is nearer than this angle. A centre that turned by δ lowers it by at most δ (the triangle inequality on the
+sphere: Hamerly, "Making k-means even faster", 2010; Schubert et al., "Accelerating Spherical k-Means", 2021). One
+centre that turned far would spoil all bounds. So centres that turned by more than a threshold τ are compared with every
+point, as Kaukoranta et al. ("A fast exact GLA based on code vector activity detection", 2000) do with all that moved;
+bounds are lowered by τ, and only points whose own centre is farther than that are compared with all. τ is the one that
+costs least.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from plsc.index.scan import ExactScan
 from plsc.native.scan import load_scan
 from plsc.sizes import available_bytes
 
-QUERIES = 2048  # points that are scanned at once: their panels stay in the second- or third-level cache
+QUERIES = 512  # points that are scanned at once: their panels stay in the second-level cache
 _BLOCK = 4096  # points whose products are made in float64 at once
 _THRESHOLDS = 64  # that are tried for τ
 # Of a cosine: the float32 rounding of points, centres and scores. What lies closer is decided by a scan.
@@ -89,7 +90,7 @@ def usable_rows(source: EmbeddingSet) -> Int64:
 
 
 def unit_rows(source: EmbeddingSet, rows: Int64) -> Float32:
-    """Read ``rows`` (n,), ascending, as (n, D) float32 of length 1; :class:`DataError` for one that has no direction."""
+    """Read ``rows`` (n,), ascending, as (n, D) float32 of length 1; :class:`DataError` for one without a direction."""
     vectors = np.empty((len(rows), source.dim))
     for shard in source:
         first, last = np.searchsorted(rows, [shard.start, shard.start + len(shard)]).tolist()

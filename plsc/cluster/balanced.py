@@ -1,9 +1,9 @@
 """Assignments with a bound on the sizes of clusters: a stable matching of points with centres of limited room.
 
 Each point asks its nearest centre; a centre keeps those nearest to it, as many as it has room for, and the others ask
-their next nearest (Gale & Shapley, "College admissions and the stability of marriage", 1962). So no point lies nearer to
-another of its candidates than to its own centre without being farther from it than all that this one keeps. Points that none
-of their 16 nearest centres keeps are matched in the same way with the room that is left.
+their next nearest (Gale & Shapley, "College admissions and the stability of marriage", 1962). So where a point would lie nearer to
+another of its candidates, that one is full of points that are nearer still. Points that none of their 16 nearest centres
+keeps are matched in the same way with the room that is left.
 """
 
 import math
@@ -20,7 +20,7 @@ _CANDIDATES = 16
 
 
 def balanced_labels(points: Points, centres: Float32, ratio: float, mesh: Mesh) -> Int64:
-    """Labels (n,) of this rank's points, of which all ranks together give no centre more than ratio · total / k, rounded up.
+    """Labels (n,) of this rank's points; over all ranks no centre has more than ratio · total / k, rounded up.
 
     Every rank holds 16 candidates of every point meanwhile.
     """
@@ -44,7 +44,7 @@ def balanced_labels(points: Points, centres: Float32, ratio: float, mesh: Mesh) 
 
 
 def match(cosines: Float32, candidates: Int64, room: Int64) -> Int64:
-    """Match points with candidates (n, C), best first, of ``room`` (k,): the centre (n,) of each, -1 where none keeps it."""
+    """Match points with candidates (n, C), best first, of ``room`` (k,): the centre (n,) of each, -1 for none."""
     turn = np.zeros(len(candidates), dtype=np.int64)
     held = np.full(len(candidates), -1, dtype=np.int64)
     while len(asking := np.flatnonzero((held < 0) & (turn < candidates.shape[1]))):

@@ -1,10 +1,10 @@
 """Spherical k-means over an embedding set, on any number of ranks, resumable after a kill at any moment.
 
 An iteration assigns every point to its nearest centre, exactly, and makes each centre the normalised mean of its points
-(Dhillon & Modha, "Concept decompositions for large sparse text data using clustering", 2001). A centre without points is
-put onto one of the points that fit worst. ``mini_batch`` takes that many points an iteration, and keeps the mean of
-all that a centre was ever given (Sculley, "Web-scale k-means clustering", 2010). ``balanced`` bounds the sizes of clusters
-(:mod:`plsc.cluster.balanced`).
+(Dhillon & Modha, "Concept decompositions for large sparse text data using clustering", 2001). A centre without points
+is put onto one of the points that fit worst. ``mini_batch`` takes that many points an iteration, and keeps the mean of
+all that a centre was ever given (Sculley, "Web-scale k-means clustering", 2010). ``balanced`` bounds the sizes of
+clusters (:mod:`plsc.cluster.balanced`).
 
 What an iteration makes depends on its centres alone, whatever ranks and threads there are: assignments are exact, sums
 have no rounding (:mod:`plsc.cluster.means`), and draws are seeded by the iteration. So its centres are all that is kept
@@ -82,7 +82,8 @@ class KMeans:
     """k-means of a set by one of several ranks, which all call the same methods.
 
     Args:
-        source: the set.
+        points: this rank's.
+        source: the set that they are of.
         options: what is asked for.
         folder: where states are kept.
         mesh: the ranks.
@@ -90,13 +91,19 @@ class KMeans:
 
     Raises:
         UsageError: there are fewer points than centres.
-        DataError: a row is zero.
     """
 
     def __init__(
-        self, source: EmbeddingSet, options: KMeansOptions, folder: Path, mesh: Mesh, *, quiet: bool = False
+        self,
+        points: Points,
+        source: EmbeddingSet,
+        options: KMeansOptions,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        quiet: bool = False,
     ) -> None:
-        self.points = Points(source, mesh.rank, mesh.world_size)
+        self.points = points
         if options.k > self.points.total:
             raise UsageError(f"--k {options.k} is more than the {counted(self.points.total, 'embedding')} of the set")
         self._source, self._options, self._folder, self._mesh = source, options, folder, mesh

@@ -1,8 +1,8 @@
 """The means of clusters, exact: the same bits in whatever order, and on however many ranks, points are added up.
 
-A coordinate of a point, at most 1, is taken as a multiple of 2^-36: exactly where it is above 2^-13, else to 7e-12, which is
-far below the rounding of float32 points. Sums of such numbers are whole numbers of 64 bits: they have no rounding, so that
-a point that moves is subtracted from one cluster and added to another. A cluster may have 2^27 points.
+A coordinate of a point, at most 1, is taken as a multiple of 2^-36: exactly where it is above 2^-13, else to 7e-12,
+which is far below the rounding of float32 points. Sums of such numbers are whole numbers of 64 bits: they have no
+rounding, so that a point that moves is subtracted from one cluster and added to another. A cluster may have 2^26 points.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ class Sums:
             self.counts += all_reduce_sum(torch.from_numpy(counts), mesh).numpy()
 
     def centres(self, former: Float32) -> Float32:
-        """The normalised means (k, D) float32; of a cluster without points or without a direction the ``former`` one."""
+        """The normalised means (k, D) float32; of a cluster without points or without a direction the ``former``."""
         means = self.sums.astype(np.float64)
         lengths = np.sqrt(np.square(means).sum(axis=1))
         centres = (means / np.maximum(lengths, 1.0)[:, None]).astype(np.float32)

@@ -60,7 +60,7 @@ def _squares(sample: Float32, row: Float32) -> Float64:
 
 
 def _cells(sample: Float32, cells: int, random: np.random.Generator) -> Int64:
-    """The cell (n,) of each row of ``sample``: a few iterations of k-means with ``cells`` centres, none of them empty."""
+    """The cell (n,) of each row of ``sample``, none empty: by a few iterations of k-means with ``cells`` centres."""
     rows = np.sort(random.choice(len(sample), min(len(sample), _SAMPLED * cells), replace=False, shuffle=False))
     centres = plus_plus(sample[rows], cells, random)
     points = Points.of(sample)
@@ -76,7 +76,7 @@ def _cells(sample: Float32, cells: int, random: np.random.Generator) -> Int64:
 def _shares(sizes: Int64, k: int) -> Int64:
     """Cut ``k`` into parts in proportion to ``sizes`` (sum >= k), none larger than its size."""
     exact = sizes * (k / sizes.sum())
-    shares = np.floor(exact).astype(np.int64)
+    shares: Int64 = np.floor(exact).astype(np.int64)
     order = np.argsort(shares - exact, kind="stable")  # the largest fractions first
     shares[order[: k - int(shares.sum())]] += 1
     return shares
