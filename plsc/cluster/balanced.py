@@ -1,9 +1,9 @@
 """Assignments with a bound on the sizes of clusters: a stable matching of points with centres of limited room.
 
 Each point asks its nearest centre; a centre keeps those nearest to it, as many as it has room for, and the others ask
-their next nearest (Gale & Shapley, "College admissions and the stability of marriage", 1962). So where a point would lie nearer to
-another of its candidates, that one is full of points that are nearer still. Points that none of their 16 nearest centres
-keeps are matched in the same way with the room that is left.
+their next nearest (Gale & Shapley, "College admissions and the stability of marriage", 1962). So where a point would
+lie nearer to another of its candidates, that one is full of points that are nearer still. Points that none of their 16
+nearest centres keeps are matched in the same way with the room that is left.
 """
 
 import math

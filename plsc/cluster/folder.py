@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from plsc.cluster.agreement import agreement
-from plsc.cluster.assignment import Points, nearest
+from plsc.cluster.assignment import Points, nearest, usable_rows
 from plsc.cluster.balanced import balanced_labels
 from plsc.cluster.graph import Links, connected, hdbscan, neighbour_graph, read_links
 from plsc.cluster.kmeans import KMeans, KMeansOptions
@@ -41,8 +41,9 @@ from plsc.files import (
     write_json,
     write_manifest,
 )
-from plsc.parallel.collectives import all_gather_rows, on_main
+from plsc.parallel.collectives import all_gather_rows, on_main, raise_on_all_ranks
 from plsc.parallel.mesh import Mesh
+from plsc.progress import counted
 
 FORMAT = "plsc clusters"
 VERSION = 1
@@ -112,15 +113,27 @@ def cluster(
     """
     settings = {"set": digest(source.manifest), "top": top, **asdict(options)}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    _check(source, options, folder)
     with ExitStack() as lock:
         if on_main(lambda: _begin(folder, settings, lock, overwrite), mesh):
             return on_main(lambda: dict(read_json(folder / "report.json")), mesh)
-        points = Points(source, mesh.rank, mesh.world_size)
+        points = raise_on_all_ranks(mesh, lambda: Points(source, mesh.rank, mesh.world_size))
         if isinstance(options, KMeansOptions):
             clusters = _by_means(source, points, folder / "state", options, mesh, top, quiet)
         else:
             clusters = _by_graph(source, points, options, mesh)
         return on_main(lambda: _finish(source, folder, settings, clusters), mesh)
+
+
+def _check(source: EmbeddingSet, options: KMeansOptions | GraphOptions, folder: Path) -> None:
+    """Refuse what cannot be, before the folder is made."""
+    count = len(usable_rows(source))
+    if not count:
+        raise DataError(f"{source.folder} has no embedding without an error; embed it again")
+    if isinstance(options, KMeansOptions) and options.k > count:
+        raise UsageError(f"--k {options.k} is more than the {counted(count, 'embedding')} of {source.folder}")
+    if folder.resolve() == source.folder.resolve():
+        raise UsageError(f"--out {folder} is the embedding set itself; name another folder")
 
 
 def _begin(folder: Path, settings: Mapping[str, Any], lock: ExitStack, overwrite: bool) -> bool:

@@ -27,11 +27,11 @@ from plsc.cluster.means import Sums, inertia
 from plsc.cluster.starts import first_centres
 from plsc.embedding.columns import Float32, Float64, Int64
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, first_line
 from plsc.files import atomic_write, sync
 from plsc.parallel.collectives import all_gather_object, on_main
 from plsc.parallel.mesh import Mesh
-from plsc.progress import StatusLine, counted, duration
+from plsc.progress import StatusLine, duration
 
 _FITTING_WORST = 4  # of so many points for each empty centre one is drawn
 
@@ -84,13 +84,10 @@ class KMeans:
     Args:
         points: this rank's.
         source: the set that they are of.
-        options: what is asked for.
+        options: what is asked for, with no more centres than points.
         folder: where states are kept.
         mesh: the ranks.
         quiet: print no progress.
-
-    Raises:
-        UsageError: there are fewer points than centres.
     """
 
     def __init__(
@@ -104,8 +101,6 @@ class KMeans:
         quiet: bool = False,
     ) -> None:
         self.points = points
-        if options.k > self.points.total:
-            raise UsageError(f"--k {options.k} is more than the {counted(self.points.total, 'embedding')} of the set")
         self._source, self._options, self._folder, self._mesh = source, options, folder, mesh
         self._status = None if quiet or not mesh.is_main else StatusLine()
 

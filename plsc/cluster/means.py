@@ -2,7 +2,8 @@
 
 A coordinate of a point, at most 1, is taken as a multiple of 2^-36: exactly where it is above 2^-13, else to 7e-12,
 which is far below the rounding of float32 points. Sums of such numbers are whole numbers of 64 bits: they have no
-rounding, so that a point that moves is subtracted from one cluster and added to another. A cluster may have 2^26 points.
+rounding, so that a point that moves is subtracted from one cluster and added to another. A cluster may have 2^26
+points.
 """
 
 import numpy as np

@@ -32,7 +32,8 @@ def draw_report(path: Path, source: EmbeddingSet, labels: Int64, cosines: Float6
     figure = Figure(figsize=(9.0, 3.2 + 0.95 * len(examples)), dpi=120, layout="constrained")
     top: Any = figure
     if examples:
-        top, below = figure.subfigures(2, 1, height_ratios=[3.2, 0.95 * len(examples)])
+        parts: Any = figure.subfigures(2, 1, height_ratios=[3.2, 0.95 * len(examples)])
+        top, below = parts
         _draw_examples(below, examples)
     axes = top.subplots(1, 2 if history else 1, squeeze=False)[0]
     _draw_sizes(axes[0], np.bincount(labels[labels >= 0]))
