@@ -1,4 +1,4 @@
-"""Baselines of `plsc bench head`, `train`, `search`, `cluster`: what `--baselines benchmarks/baselines.py` adds beside ours.
+"""Baselines of `plsc bench head`, `train`, `search` and `cluster`: what `--baselines` adds beside ours.
 
 Heads with the whole table on every rank in PyTorch's own parts; a plain training loop; insightface's PartialFC_V2 and
 the loop of its train_v2.py, whose files are read from a checkout's recognition/arcface_torch; numpy, faiss and usearch.

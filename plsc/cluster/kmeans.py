@@ -223,7 +223,10 @@ def write_state(path: Path, state: State) -> None:
 def read_state(path: Path, shape: tuple[int, int]) -> State:
     """Read what :func:`write_state` wrote; :class:`DataError` unless it is whole, and of centres of ``shape``."""
     try:
-        with np.load(path, allow_pickle=False) as file:  # zip archives have a checksum of each member
+        with (
+            path.open("rb") as opened,
+            np.load(opened, allow_pickle=False) as file,
+        ):  # zip archives have a checksum of each member
             told = json.loads(file["told"].tobytes())
             state = State(file["centres"], file["sums"], file["counts"], told["history"], told["done"], told["inertia"])
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:

@@ -12,7 +12,7 @@ from plsc.tools.entry import main
 
 
 def test_training_reads_the_label_file_as_it_is(ranks, tmp_path):
-    pictures = open_dataset("avatars:10x6", image_size=8)
+    pictures = open_dataset("avatars:10x6", image_size=16)
     pixels = np.stack([pictures.image(row).numpy().reshape(-1) for row in range(60)]).astype(np.float32)
     pixels[3] = 0
     write_embedding_set(tmp_path / "set.emb", pixels, contract_id="c", errors={3: "broken"})
@@ -20,7 +20,7 @@ def test_training_reads_the_label_file_as_it_is(ranks, tmp_path):
     changes = {"data.labels": str(tmp_path / "clusters" / "labels.npy"), "steps": 3, "epochs": None}
     result = ranks(1, run, tmp_path / "run", changes)[0]
     assert result["steps"] == 3
-    classes = (tmp_path / "run" / "label_map.json").read_text()
+    classes = (tmp_path / "run" / "classes.json").read_text()
     assert '"6"' in classes
     assert '"7"' not in classes
     (wrong,) = ranks(1, refusal, tmp_path / "other", {**changes, "data.train": "avatars:10x7"})

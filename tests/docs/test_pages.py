@@ -66,6 +66,17 @@ SETTINGS = {
         files="photos/ points.csv unseen/ lfw.bin a.jpg b.jpg",
         replaced={"200x10": "8x4", "112": f"{SIDE}", '("resnet8"': f'("resnet8", image_size={SIDE}'},
     ),
+    "clusters.md": Setting(
+        replaced={
+            "200x20": "10x8",
+            "200x6": "4x4",
+            "steps = 300": "steps = 6",
+            "warmup_steps = 40": "warmup_steps = 2",
+            "batch_size = 64": "batch_size = 16",
+            "--k 300": "--k 12",
+            "--threshold 0.8": "--threshold 0.5",
+        },
+    ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "serving.md": Setting(
         files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/",
