@@ -1,4 +1,4 @@
-"""Baselines of `plsc bench head`, `train` and `search`: what `--baselines benchmarks/baselines.py` adds beside ours.
+"""Baselines of `plsc bench head`, `train`, `search` and `cluster`: what `--baselines` adds beside ours.
 
 Heads with the whole table on every rank in PyTorch's own parts; a plain training loop; insightface's PartialFC_V2 and
 the loop of its train_v2.py, whose files are read from a checkout's recognition/arcface_torch; numpy, faiss and usearch.
@@ -283,6 +283,19 @@ def _needs(module: str) -> Callable[[], str | None]:
 
 # The table ----------------------------------------------------------------------------------------------------------
 
+
+def _faiss_kmeans(folder: Path, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
+    """faiss.Kmeans on all points, not on a sample of them, from the same first centres."""
+    from plsc.index.scan import load_faiss
+
+    faiss = load_faiss()
+    faiss.omp_set_num_threads(threads)
+    options = {"spherical": True, "niter": iterations, "min_points_per_centroid": 1}
+    kmeans = faiss.Kmeans(start.shape[1], len(start), max_points_per_centroid=2**31 - 1, **options)
+    kmeans.train(np.load(folder / "rows.npy"), init_centroids=start)
+    return kmeans.centroids, iterations
+
+
 BASELINES = {
     "head": {
         "dense": Contestant("dense logits, autograd", partial(_whole_table, DenseArcFace)),
@@ -306,4 +319,5 @@ BASELINES = {
         "faiss-tuned": Contestant("faiss flat, block size tuned", _faiss, prepare=_tune_faiss, why_not=_needs("faiss")),
         "usearch": Contestant("usearch, exact", _usearch, why_not=_needs("usearch")),
     },
+    "cluster": {"faiss": Contestant("faiss.Kmeans, spherical, all points", _faiss_kmeans, why_not=_needs("faiss"))},
 }

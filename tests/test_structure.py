@@ -23,7 +23,7 @@ ORDER = [
     "errors", "nearest", "arguments", "progress", "regular_files", "text_files", "files", "signing", "image_files",
     "sizes", "toml_keys", "strict_toml", "client_values", "client", "native", "parallel", "losses",
     "head", "devices", "optim", "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve",
-    "arcface_torch", "config", "train", "plan", "bench", "doctor", "quickstart", "tools",
+    "arcface_torch", "config", "train", "plan", "cluster", "bench", "doctor", "quickstart", "tools",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ plsc bench head                                     class heads on this machine,
 plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
 plsc bench train                                    backbone and head, and arcface_torch's loop, two minutes
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
+plsc bench cluster                                  spherical k-means beside faiss, from the same first centres
 plsc bench serve                                    the service with and without batching, four minutes
 
 The baselines are no part of the package: they stand in benchmarks/baselines.py of a checkout. plsc finds the file if it
@@ -20,7 +21,7 @@ from plsc.errors import UsageError
 from plsc.progress import note, show
 from plsc.tools.entry import above_0, add_action, add_actions, number, positive
 
-HELP = "measure the class head, training, the search or the service against its baselines"
+HELP = "measure the class head, training, the search, k-means or the service against its baselines"
 _SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
@@ -77,6 +78,12 @@ def _configure_queries(actions: Any) -> None:
     search = _command(actions, "search", _search, text, rounds=3, threads=threads)
     text = "the service: searches per second and latency over the callers"
     serve = _command(actions, "serve", _serve, text, rounds=3, threads=threads, limit=900.0)
+    text = "spherical k-means: CPU time and inertia"
+    cluster = _command(actions, "cluster", _cluster, text, rounds=1, threads=threads, limit=3600.0, dim=256)
+    add = cluster.add_argument
+    add("--rows", type=positive, default=200_000, metavar="N", help="points (200000)")
+    add("--k", type=positive, default=10_000, metavar="K", help="centres (10000)")
+    add("--iterations", type=positive, default=25, metavar="N", help="(25)")
     for command, rows in ((search, "vectors searched"), (serve, "people in the gallery")):
         command.add_argument("--rows", type=positive, default=200_000, metavar="N", help=f"{rows} (200000)")
     add = search.add_argument
@@ -89,12 +96,20 @@ def _configure_queries(actions: Any) -> None:
 
 
 def _command(
-    actions: Any, name: str, run: Any, text: str, *, rounds: int = 2, threads: int = 1, limit: float = 300.0
+    actions: Any,
+    name: str,
+    run: Any,
+    text: str,
+    *,
+    rounds: int = 2,
+    threads: int = 1,
+    limit: float = 300.0,
+    dim: int = 512,
 ) -> argparse.ArgumentParser:
     """Declare a sub-command with the options that all have; the numbers are defaults."""
     command = add_action(actions, name, run, text)
     add = command.add_argument
-    add("--dim", type=positive, default=512, metavar="D", help="width of the embeddings (512)")
+    add("--dim", type=positive, default=dim, metavar="D", help="width of the embeddings (%(default)d)")
     add("--threads", type=positive, default=threads, metavar="T", help="CPU threads of a process (%(default)d)")
     add("--rounds", type=positive, default=rounds, metavar="N", help="turns of each (%(default)d)")
     add("--limit", type=above_0, default=limit, metavar="S", help="seconds that a turn may take (%(default)g)")
@@ -210,6 +225,22 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     values = (args.rows, args.dim, args.batch, args.threads, args.rounds, args.seconds, args.limit, _baselines(args))
     comparison = SearchComparison(tuple(args.contestants or ()), *values)
     return _report(args, lambda: compare_searches(comparison), search_table, draw_searches)
+
+
+def _cluster(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare spherical k-means over points that are clustered by identity, from the same first centres.
+
+    Each runs in freshly started processes; all take turns, --rounds times. CPU time is of the whole run, with what it
+    reads and writes; the inertia, the sum of squared distances, is computed for all by one program afterwards.
+
+    contestants: plsc (plsc cluster, until no centre changes); with --baselines faiss (faiss.Kmeans on all points).
+    """
+    from plsc.bench.cluster import ClusterComparison, compare_clusterings
+    from plsc.bench.report import cluster_table, draw_clusterings
+
+    values = (args.rows, args.dim, args.k, args.iterations, args.threads, args.rounds, args.limit, _baselines(args))
+    comparison = ClusterComparison(tuple(args.contestants or ()), *values)
+    return _report(args, lambda: compare_clusterings(comparison), cluster_table, draw_clusterings)
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:

@@ -87,6 +87,20 @@ def search_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def cluster_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the rows, aligned, and how ours compare with each baseline."""
+    first, labels = rows[0], _labels(rows)
+    columns = f"{'CPU s':>9} {'wall s':>9} {'MiB':>7} {'inertia':>12} {'iterations':>10}"
+    title = f"{first['rows']:,} x {first['dim']}, k = {first['k']:,}, {counted(first['threads'], 'thread')}"
+    lines = _lines(rows, title, columns, _cluster_figures)
+    for ratio in ratios:
+        lines.append(
+            f"  {labels[ratio['other']]} takes {ratio['cpu_times']:.2f} times the CPU time of {labels[ratio['ours']]}, "
+            f"whose inertia is {ratio['inertia_ratio']:.5f} of its"
+        )
+    return "\n".join(lines)
+
+
 def serve_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     """Return the rows by number of callers, aligned, and how batching compares."""
     first = rows[0]
@@ -133,6 +147,11 @@ def _train_figures(row: Row) -> str:
 
 def _search_figures(row: Row) -> str:
     return f"{_rates(row)} {row['recall']:>10.4f} {row['memory_mib']:>7,.0f}  {row['note']}"
+
+
+def _cluster_figures(row: Row) -> str:
+    sizes = f"{row['memory_mib']:>7,.0f} {row['inertia']:>12,.1f} {row['iterations']:>10.0f}"
+    return f"{row['cpu_s']:>9,.1f} {row['wall_s']:>9,.1f} {sizes}"
 
 
 def _serve_figures(row: Row) -> str:
@@ -210,6 +229,21 @@ def draw_searches(rows: Sequence[Row], path: Path) -> None:
     first = rows[0]
     _title(axes, f"Exact search for the ten best of {first['rows']:,} x {first['dim']}, {first['threads']} CPU threads")
     _save(figure, path, axes)
+
+
+def draw_clusterings(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar of CPU seconds for each."""
+    measured = [row for row in rows if not row["failed"]]
+    figure = _figure(7.6, 1.4 + 0.6 * len(measured))
+    axes = figure.subplots()
+    colours = [_CONTESTANT_COLOURS.get(row["contestant"], _INK) for row in measured]
+    axes.barh([row["label"] for row in measured], [row["cpu_s"] for row in measured], color=colours, height=0.6)
+    axes.invert_yaxis()
+    axes.set_xlabel("CPU seconds")
+    first = rows[0]
+    _title(axes, f"k-means of {first['rows']:,} x {first['dim']} points, {first['k']:,} centres")
+    _frame(axes)
+    _save(figure, path)
 
 
 def draw_serving(rows: Sequence[Row], path: Path) -> None:

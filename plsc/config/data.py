@@ -20,6 +20,8 @@ class DataConfig:
     Attributes:
         train: Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec,
             or what plsc draws: avatars:IDENTITIESxIMAGES or glyphs:BLOCK.
+        labels: Labels of the images in place of their own: labels.npy of plsc cluster, for an embedding set of
+            data.train; images of label -1 are left out; unset: their own.
         image_size: Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of
             init_weights, or 112.
         interpolation: Interpolation by which images are resized; unset: that of init_weights, or bilinear.
@@ -42,6 +44,7 @@ class DataConfig:
     """
 
     train: str = key("avatars:2000x30", also_called=("dataset", "data_dir", "root"))
+    labels: str = key("")
     image_size: int | tuple[int, ...] | None = key(None, least=16, is_fixed=True)
     interpolation: str | None = key(None, choices=("bilinear", "bicubic"), is_fixed=True)
     mean: float | tuple[float, ...] | None = key(None, least=0, most=255, is_fixed=True)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from plsc.config import Config, DataConfig, check_together, make_margin, stage_c
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
+from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
 from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.models import Backbone, create, load_weights
@@ -140,14 +142,25 @@ class TrainComponents:
 
 
 def open_training_data(data: DataConfig) -> ImageDataset:
-    """Open the images that [data] names; raises as :func:`plsc.data.open_dataset` does."""
+    """Open the images that [data] names; raises as :func:`plsc.data.open_dataset` does.
+
+    With data.labels, they are the images and the order that ``plsc embed`` takes.
+    """
     contract = data.preprocessing
-    dataset = open_dataset(
-        data.train,
-        image_size=contract.image_size,
-        interpolation=contract.interpolation,
-        max_bad_records=data.max_bad_records,
-    )
+    dataset: ImageDataset
+    if data.labels:
+        from plsc.embedding.sources import open_images
+
+        images = open_images(data.train, contract.image_size)
+        images.interpolation = contract.interpolation
+        dataset = RelabelledDataset(images, Path(data.labels))
+    else:
+        dataset = open_dataset(
+            data.train,
+            image_size=contract.image_size,
+            interpolation=contract.interpolation,
+            max_bad_records=data.max_bad_records,
+        )
     return RotatedDataset(dataset) if data.rotation_classes else dataset
 
 

@@ -70,6 +70,17 @@ SETTINGS = {
     "glyphs.md": Setting(
         replaced={"glyphs:han:least_fonts=10": "glyphs:41-46", "character+radical+strokes+reading": "character"}
     ),
+    "clusters.md": Setting(
+        replaced={
+            "200x20": "10x8",
+            "200x6": "4x4",
+            "steps = 300": "steps = 6",
+            "warmup_steps = 40": "warmup_steps = 2",
+            "batch_size = 64": "batch_size = 16",
+            "--k 300": "--k 12",
+            "--threshold 0.8": "--threshold 0.5",
+        },
+    ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "serving.md": Setting(
         files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/",

@@ -1,0 +1,69 @@
+"""Pictures under labels from a file, as plsc cluster writes one, in place of their own."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plsc.data.dataset import ImageDataset, map_numbers, number_names
+from plsc.errors import DataError, UsageError, first_line
+from plsc.progress import counted
+from plsc.regular_files import open_regular
+
+
+class RelabelledDataset(ImageDataset):
+    """The images of ``dataset`` under the labels of a file; those of label -1 are left out, and gaps closed.
+
+    Args:
+        dataset: N images, whose own labels are not looked at.
+        path: of a .npy, int64 (N,): the label of each image in its order.
+
+    Raises:
+        UsageError: the file does not exist, or is of another number of images.
+        DataError: it holds something else, or no label.
+    """
+
+    def __init__(self, dataset: ImageDataset, path: Path) -> None:
+        stored = _read(path)
+        if len(stored) != len(dataset):
+            raise UsageError(
+                f"data.labels = {path} has {counted(len(stored), 'label')}, and {dataset.source} "
+                f"{counted(len(dataset), 'image')}; cluster an embedding set of these images"
+            )
+        self._rows = np.flatnonzero(stored >= 0)
+        if not len(self._rows):
+            raise DataError(f"data.labels = {path} gives no image a label; cluster anew")
+        labels, numbers = map_numbers(stored[self._rows])
+        super().__init__(dataset.source, labels, number_names(numbers), dataset.image_size)
+        self.dataset, self.interpolation = dataset, dataset.interpolation
+        self.skipped, self.left_out = dataset.skipped, dataset.left_out
+        self.alignment = dataset.alignment
+        if len(self._rows) < len(stored):  # for caches of decoded images: other rows are other images
+            self.alignment += hashlib.sha256(self._rows.tobytes()).hexdigest()[:16]
+
+    def image(self, index: int) -> torch.Tensor:
+        """Return the image, resized as the data set does it."""
+        return self.dataset.image(int(self._rows[index]))
+
+    def picture(self, index: int) -> torch.Tensor:
+        """Return the image in its stored size."""
+        return self.dataset.picture(int(self._rows[index]))
+
+    def key(self, index: int) -> str:
+        """Return the image's own key."""
+        return self.dataset.key(int(self._rows[index]))
+
+
+def _read(path: Path) -> NDArray[np.int64]:
+    if not path.exists():
+        raise UsageError(f"there is no data.labels = {path}")
+    try:
+        with open_regular(path) as file:
+            labels = np.load(file, allow_pickle=False)
+    except Exception as error:  # the header is an expression of Python, and may be anything
+        raise DataError(f"data.labels = {path} is no .npy file: {first_line(error)}") from None
+    if not isinstance(labels, np.ndarray) or labels.dtype != np.int64 or labels.ndim != 1:
+        raise DataError(f"data.labels = {path} is no array of int64 (images,); plsc cluster writes labels.npy")
+    return labels
