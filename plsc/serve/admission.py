@@ -23,7 +23,7 @@ from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
-from plsc.serve.turns import Turns
+from plsc.serve.turns import TokenTurns, Turns
 
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
@@ -179,7 +179,8 @@ class Admission:
         self._audited = settings.audit_events
         self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
         # Of unknown callers; who asks for health waits for no other.
-        self._turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
+        self._open_turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
+        self.turns = TokenTurns()
         self._routes = [(route, permission_of(route)) for route in routes]
         self._open = _open_endpoints(routes, static)
         self._requests = Shared("requests in flight", limits.requests, settings.share)
@@ -247,12 +248,13 @@ class Admission:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
         if answer is None:
-            await self._app(context.scope, context.receive, context.send)
+            turn = partial(self._app, context.scope, context.receive, context.send)
+            await self.turns.take(context.owner, cast("Callable[[], Coroutine[Any, Any, None]]", turn))
         elif self._tokens is None or context.caller is not None:
             await _respond(context, answer)
         else:  # an unknown caller
             context.connection.belongs_to(None)
-            turns = self._health_turns if context.route.startswith(_HEALTH) else self._turns
+            turns = self._health_turns if context.route.startswith(_HEALTH) else self._open_turns
             await turns.take(context.connection, partial(_respond, context, answer))
 
     async def _end_early(self, context: RequestContext) -> None:
@@ -292,6 +294,8 @@ class Admission:
         scope = context.scope
         permission, context.collection = self._match(context)
         context.caller = caller = self._identify(scope, context.headers)
+        self.turns.charge(context.owner, context.connection.seconds)
+        context.connection.seconds = 0.0
         context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)

@@ -30,6 +30,7 @@ from plsc.serve.access import over_share
 from plsc.serve.errors import ApiError
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32
+from plsc.serve.turns import Pay, current_payer
 from plsc.serve.workers import call_in, settle
 
 Work = Callable[[list[Any]], Sequence[Any]]
@@ -60,6 +61,7 @@ class _Task:
     deadline: float
     future: "asyncio.Future[Any]"
     owner: Hashable
+    pay: Pay
 
 
 class _Queue:
@@ -146,7 +148,7 @@ class DeviceWorker:
                 deadline passes before it is done.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future, owner))
+        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future, owner, current_payer()))
         try:
             async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
                 return await future
@@ -257,10 +259,11 @@ class DeviceWorker:
         self._observer.batch(kind, rows, waited, ended - begun)
         self._expected[kind] = rows + self.waiting(kind)  # before the answers: who comes again would count twice
         finish = self._kinds[kind].finish
+        row_seconds = (ended - begun) / rows
         if finish is None:
-            _deliver(batch, results)
+            _deliver(batch, results, row_seconds)
         else:
-            self._finisher.submit(_finish, finish, batch, results)
+            self._finisher.submit(_finish, finish, batch, results, row_seconds)
 
 
 def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
@@ -273,16 +276,17 @@ def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
     return [result for payload in payloads for result in _attempt(work, [payload])]
 
 
-def _finish(work: Work, batch: list[_Task], results: list[Any]) -> None:
+def _finish(work: Work, batch: list[_Task], results: list[Any], row_seconds: float) -> None:
     good = [index for index, result in enumerate(results) if not isinstance(result, Exception)]
     for index, answer in zip(good, _attempt(work, [results[index] for index in good]) if good else [], strict=True):
         results[index] = answer
-    _deliver(batch, results)
+    _deliver(batch, results, row_seconds)
 
 
-def _deliver(batch: list[_Task], results: list[Any]) -> None:
+def _deliver(batch: list[_Task], results: list[Any], row_seconds: float) -> None:
     def settle_all() -> None:
         for task, result in zip(batch, results, strict=True):
+            task.pay(task.rows * row_seconds)
             settle(task.future, result)
 
     call_in(batch[0].future.get_loop(), settle_all)

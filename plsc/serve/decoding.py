@@ -238,6 +238,8 @@ class Decoders(Workers[DecodeProcess]):
         max_jpeg_pixels: of a JPEG.
     """
 
+    _clock = staticmethod(time.monotonic)  # the process works while its thread waits
+
     def __init__(self, share: int, max_pixels: int, max_jpeg_pixels: int) -> None:
         self._processes = [DecodeProcess(max_pixels, max_jpeg_pixels) for _ in range(share + 1)]
         super().__init__(self._processes, share, "plsc-decode")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from plsc.serve.access import Owner
+from plsc.serve.turns import Pay, current_payer
 
 Worker = TypeVar("Worker", bound=Hashable)
 _LIGHT_SECONDS = 0.05  # of work lately, with which one of a group still counts as a newcomer
@@ -43,6 +44,7 @@ class Job(Generic[Worker]):
     work: Callable[[Worker], Any]
     caller: "_Caller[Worker]"
     future: "asyncio.Future[Any]"
+    pay: Pay
     begun: float = 0.0
 
 
@@ -78,6 +80,8 @@ class Workers(Generic[Worker]):
         name: of their threads.
     """
 
+    _clock = staticmethod(time.thread_time)  # of what callers pay for
+
     def __init__(self, workers: Iterable[Worker], share: int, name: str) -> None:
         self._free = deque(workers)
         self._share = share
@@ -98,7 +102,7 @@ class Workers(Generic[Worker]):
         """Call each of ``works`` of one request with a worker, in a thread; cancelling a future drops its work."""
         loop = asyncio.get_running_loop()
         known = self._callers.setdefault(owner.key, _Caller(owner))
-        jobs = [Job(work, known, loop.create_future()) for work in works]
+        jobs = [Job(work, known, loop.create_future(), current_payer()) for work in works]
         if not known.requests:
             self._turns.append(known)
         known.requests.append(deque(jobs))
@@ -139,13 +143,17 @@ class Workers(Generic[Worker]):
 
     def _work(self, loop: asyncio.AbstractEventLoop, worker: Worker, job: Job[Worker]) -> None:
         result: Any = None
+        begun = self._clock()
         try:
             result = job.work(worker)
         except Exception as error:
             result = error
-        call_in(loop, self._finish, loop, worker, job, result)
+        call_in(loop, self._finish, loop, worker, job, result, self._clock() - begun)
 
-    def _finish(self, loop: asyncio.AbstractEventLoop, worker: Worker, job: Job[Worker], result: Any) -> None:
+    def _finish(
+        self, loop: asyncio.AbstractEventLoop, worker: Worker, job: Job[Worker], result: Any, seconds: float
+    ) -> None:
+        job.pay(seconds)
         del self._running[worker]
         caller = job.caller
         caller.running -= 1
