@@ -294,8 +294,7 @@ class Admission:
         scope = context.scope
         permission, context.collection = self._match(context)
         context.caller = caller = self._identify(scope, context.headers)
-        self.turns.charge(context.owner, context.connection.seconds)
-        context.connection.seconds = 0.0
+        self.turns.charge_reading(context.owner, context.connection)
         context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)

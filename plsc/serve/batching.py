@@ -5,8 +5,8 @@ the last batch are about to ask again. With those who waited while it ran they m
 small ones in turn, of which each would cost the device nearly as much. Requests that have arrived are waited for while
 the event loop reads them; those still to come, for at most ``max_wait``.
 
-A batch takes a task of each owner in turn, and of one that is not alone no more rows than its share, so that nobody
-waits behind another's hundreds.
+A batch takes a task of each owner in turn, and of one that is not alone no more rows than take a hundredth of a second,
+so that nobody waits behind another's hundreds.
 """
 
 import asyncio
@@ -35,7 +35,9 @@ from plsc.serve.workers import call_in, settle
 
 Work = Callable[[list[Any]], Sequence[Any]]
 _MAX_COLLECT_SECONDS = 0.05  # the event loop may have ended
-_LATELY_SECONDS = 1.0  # since its last task, for which an owner still is one of several
+_LATELY_SECONDS = 2.0  # since its last task, for which an owner still is one of several
+_BESIDE_SECONDS = 0.01  # that the rows of one of several owners may take in a batch
+PIECE_ROWS = 4  # of tasks into which large ones are best divided
 _NAMED_TOGETHER = 128  # persons read at once: with the longest metadata, 32 MiB
 
 
@@ -110,10 +112,7 @@ class DeviceWorker:
         max_batch: rows of a batch; a single caller with more is a batch of its own.
         max_wait: seconds to wait for callers who may ask again.
         capacity: rows that may wait, of each kind.
-        share: of ``capacity``, and beside others of ``max_batch``, what one owner may have.
-
-    Attributes:
-        part: the rows that one of several owners may have in a batch.
+        share: of ``capacity``, what one owner may have.
     """
 
     def __init__(
@@ -128,9 +127,10 @@ class DeviceWorker:
     ) -> None:
         self._kinds, self._max_batch, self._max_wait, self._capacity = kinds, max_batch, max_wait, capacity
         self._observer = observer
-        self._own_capacity, self.part = max(int(capacity * share), 1), max(int(max_batch * share), 1)
+        self._own_capacity = max(int(capacity * share), 1)
         self._waiting = {kind: _Queue() for kind in kinds}
         self._last_run = dict.fromkeys(kinds, 0.0)
+        self._row_seconds = dict.fromkeys(kinds, 0.0)  # of the last batches
         self._seen: dict[Hashable, float] = {}  # when each owner's last task came
         self._expected = dict.fromkeys(kinds, 0)  # rows, should all come again who were answered or wait
         self._changed = threading.Condition()  # guards all of the above
@@ -239,7 +239,9 @@ class DeviceWorker:
     def _drain(self, kind: str) -> list[_Task]:
         lately = time.monotonic() - _LATELY_SECONDS
         self._seen = {owner: seen for owner, seen in self._seen.items() if seen > lately}
-        return self._waiting[kind].take(self._max_batch, self.part if len(self._seen) > 1 else self._max_batch)
+        is_alone = len(self._seen) < 2
+        part = self._max_batch if is_alone else int(_BESIDE_SECONDS / max(self._row_seconds[kind], 1e-6))
+        return self._waiting[kind].take(self._max_batch, part)
 
     def _still_wanted(self, kind: str, batch: list[_Task]) -> list[_Task]:
         now = time.monotonic()
@@ -260,6 +262,7 @@ class DeviceWorker:
         self._expected[kind] = rows + self.waiting(kind)  # before the answers: who comes again would count twice
         finish = self._kinds[kind].finish
         row_seconds = (ended - begun) / rows
+        self._row_seconds[kind] += (row_seconds - self._row_seconds[kind]) / 4
         if finish is None:
             _deliver(batch, results, row_seconds)
         else:

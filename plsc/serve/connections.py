@@ -35,8 +35,7 @@ _NEW_PART = 0.1  # of the event loop's time, for connections that are nobody's t
 _NEW_SAVED_SECONDS = 0.25
 _NEW_SECONDS = 0.0003  # of making and ending one
 _READ_BYTES, _READ_SECONDS = 8_192, 0.002  # of what has come, parsed before others have a turn
-# Who sends a body in pieces that are so small pays so much for each beyond a few: nobody needs that.
-_SMALL_BYTES, _FEW_SMALL, _SMALL_SECONDS = 256, 8, 0.0005
+_SMALL_BYTES, _SMALL_SECONDS = 256, 0.0005  # beside others, so small a piece of a body costs its token so much more
 _LAST_SECONDS = 1.0  # for an answer that an unknown caller still waits for when the service stops
 _NO_HTTP = ApiError(400, "the request is not valid HTTP")
 
@@ -60,7 +59,7 @@ class Connection:
     several pipelined requests alone.
     """
 
-    __slots__ = ("_budget", "abort", "address", "close", "is_idle", "is_lost", "on_lost", "owner", "seconds")
+    __slots__ = ("_budget", "abort", "address", "close", "fine", "is_idle", "is_lost", "on_lost", "owner", "seconds")
 
     def __init__(self, budget: "ConnectionBudget", abort: Callable[[], None], close: Callable[[], None]) -> None:
         self._budget, self.abort, self.close = budget, abort, close
@@ -69,6 +68,7 @@ class Connection:
         self.is_idle, self.is_lost = True, False
         self.on_lost: Callable[[], None] | None = None
         self.seconds = 0.0  # that reading took and nobody has paid for
+        self.fine = 0.0  # seconds besides, for which its token has to wait
 
     def lose(self) -> None:
         """Say that the connection is lost, once."""
@@ -256,20 +256,21 @@ class LimitedProtocol(HttpToolsProtocol):
             piece, self._backlog = self._backlog[:_READ_BYTES], self._backlog[_READ_BYTES:]
             self._parse(piece)
             owner = connection.owner
-            if owner is not None and self.cycle is not None and self.cycle.more_body:
-                self.turns.charge(owner, connection.seconds)
-                connection.seconds = 0.0
             if not self._backlog:
                 break
-            if owner is not None and self.turns.must_wait(owner):
-                self._wire.pause_reading()
-                self.turns.when_due(owner, self._read)
-                return
-            if time.perf_counter() - begun > _READ_SECONDS:
+            if owner is not None:
+                self.turns.charge_reading(owner, connection)
+                if self.turns.must_wait(owner):
+                    self._wire.pause_reading()
+                    self.turns.when_due(owner, self._read)
+                    return
+            if owner is None or time.perf_counter() - begun > _READ_SECONDS:  # a task finds out whose request it is
                 self._wire.pause_reading()
                 self._loop.call_soon(self._read)
                 return
         self._backlog = memoryview(b"")
+        if connection.owner is not None and self.cycle is not None and self.cycle.more_body:
+            self.turns.charge_reading(connection.owner, connection)
         if not (self.flow.read_paused or self._wire.is_closing() or self._wire.is_reading()):
             self._wire.resume_reading()
 
@@ -365,7 +366,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parsed()
         if len(body) < _SMALL_BYTES:
             self._small += 1
-            self._connection.seconds += _SMALL_SECONDS if self._small > _FEW_SMALL else 0.0
+            self._connection.fine += _SMALL_SECONDS if self._small > 1 else 0.0
         super().on_body(body)
 
     def on_message_complete(self) -> None:

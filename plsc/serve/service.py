@@ -24,7 +24,7 @@ from plsc.gallery.values import Collection
 from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
-from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
+from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
@@ -139,7 +139,7 @@ class Service:
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
-        pieces = torch.split(images, self.worker.part)  # between which others have their turn
+        pieces = torch.split(images, PIECE_ROWS)  # between which others have their turn
         return np.concatenate(
             await asyncio.gather(*[self._in_batch("embed", each, len(each), deadline) for each in pieces])
         )

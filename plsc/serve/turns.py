@@ -9,6 +9,7 @@ caught up. It is fair queueing with the virtual time of generalized processor sh
 """
 
 import asyncio
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -28,6 +29,7 @@ _TICK_SECONDS = 0.005
 _LEAD_SECONDS = 0.005  # that a token may be ahead
 _LEAST_PART = 0.8  # of the time, that is shared even where less is taken: who waits must not wait for ever
 _LATELY_SECONDS = 0.2
+_PROCESSORS = os.cpu_count() or 1
 _IDLE_PART = 0.001  # of the time lately, below which a token is not at work
 
 Pay = Callable[[float], None]
@@ -116,10 +118,6 @@ class _Account:
         self.spent, self.taken, self.used = spent, 0.0, 0.0
         self.waiting: deque[Callable[[], None]] = deque()
 
-    def pay(self, seconds: float) -> None:
-        self.spent += seconds
-        self.taken += seconds
-
 
 class TokenTurns:
     """Lets each token have its part of the time while others are at work. Used in one event loop.
@@ -133,9 +131,16 @@ class TokenTurns:
         self._virtual, self._ticked = 0.0, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def charge(self, owner: str, seconds: float) -> None:
-        """Count time that a token took."""
-        self._account(owner).pay(seconds)
+    def charge(self, owner: str, seconds: float, fine: float = 0.0) -> None:
+        """Count time that a token took, and seconds besides that it has to wait for."""
+        account = self._account(owner)
+        account.taken += seconds
+        account.spent += seconds + fine
+
+    def charge_reading(self, owner: str, connection: "Connection") -> None:
+        """Count what reading of a connection took."""
+        self.charge(owner, connection.seconds, connection.fine)
+        connection.seconds = connection.fine = 0.0
 
     def must_wait(self, owner: str) -> bool:
         """True if a token is ahead of others who are at work."""
@@ -151,12 +156,14 @@ class TokenTurns:
         account = self._account(owner)
         if self.must_wait(owner):
             turn = asyncio.get_running_loop().create_future()
-            account.waiting.append(lambda: _give(turn))
+            account.waiting.append(partial(_give, turn))
             await turn
-        account.spent += _EXPECTED_SECONDS
-        _payer.set(account.pay)
+        else:
+            account.spent += _EXPECTED_SECONDS
+        pay = partial(self.charge, owner)
+        _payer.set(pay)
         try:
-            await _Metered(answer(), account.pay)
+            await _Metered(answer(), pay)
         finally:
             account.spent -= _EXPECTED_SECONDS
 
@@ -177,16 +184,19 @@ class TokenTurns:
     def _tick(self) -> None:
         now, accounts = time.monotonic(), self._accounts
         elapsed, self._ticked = max(now - self._ticked, 1e-6), now
-        taken, weight = sum(each.taken for each in accounts.values()), min(elapsed / _LATELY_SECONDS, 1.0)
+        total, most, weight = 0.0, _PROCESSORS * elapsed, min(elapsed / _LATELY_SECONDS, 1.0)
         for each in accounts.values():
-            each.used += weight * (each.taken / elapsed - each.used)
-            each.taken = 0.0
+            taken = min(each.taken, most)  # the rest was taken before, and is told late
+            each.taken -= taken
+            each.used += weight * (taken / elapsed - each.used)
+            total += taken
         used = [each.used for each in accounts.values()]
         at_work = sum(used) ** 2 / max(sum(part * part for part in used), 1e-12)  # how many, by what each takes
-        self._virtual += max(taken, _LEAST_PART * elapsed) / max(at_work, 1.0)
+        self._virtual += max(total, _LEAST_PART * elapsed) / max(at_work, 1.0)
         for owner, each in list(accounts.items()):
             each.spent = max(each.spent, self._virtual)
             while each.waiting and each.spent <= self._virtual + _LEAD_SECONDS:
+                each.spent += _EXPECTED_SECONDS
                 each.waiting.popleft()()
             if each.used < _IDLE_PART and not each.waiting and each.spent <= self._virtual:
                 del accounts[owner]
