@@ -29,6 +29,7 @@ _TICK_SECONDS = 0.005
 _LEAD_SECONDS = 0.005  # that a token may be ahead
 _LEAST_PART = 0.8  # of the time, that is shared even where less is taken: who waits must not wait for ever
 _LATELY_SECONDS = 0.2
+_FULL_PART, _NEARLY_PART = 0.75, 0.15  # of the loop's time and the processors', up to which there is enough for all
 _PROCESSORS = os.cpu_count() or 1
 _IDLE_PART = 0.001  # of the time lately, below which a token is not at work
 
@@ -129,10 +130,16 @@ class TokenTurns:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._virtual, self._ticked = 0.0, 0.0
+        self._looped, self._loop_used = 0.0, 0.0  # seconds since the last tick, and part of the time lately
         self._timer: asyncio.TimerHandle | None = None
 
     def charge(self, owner: str, seconds: float, fine: float = 0.0) -> None:
-        """Count time that a token took, and seconds besides that it has to wait for."""
+        """Count time of the event loop that a token took, and seconds besides that it has to wait for."""
+        self._looped += seconds
+        self.charge_beside(owner, seconds, fine)
+
+    def charge_beside(self, owner: str, seconds: float, fine: float = 0.0) -> None:
+        """Count time that threads, processes or the device took for a token."""
         account = self._account(owner)
         account.taken += seconds
         account.spent += seconds + fine
@@ -160,10 +167,9 @@ class TokenTurns:
             await turn
         else:
             account.spent += _EXPECTED_SECONDS
-        pay = partial(self.charge, owner)
-        _payer.set(pay)
+        _payer.set(partial(self.charge_beside, owner))
         try:
-            await _Metered(answer(), pay)
+            await _Metered(answer(), partial(self.charge, owner))
         finally:
             account.spent -= _EXPECTED_SECONDS
 
@@ -183,16 +189,8 @@ class TokenTurns:
 
     def _tick(self) -> None:
         now, accounts = time.monotonic(), self._accounts
-        elapsed, self._ticked = max(now - self._ticked, 1e-6), now
-        total, most, weight = 0.0, _PROCESSORS * elapsed, min(elapsed / _LATELY_SECONDS, 1.0)
-        for each in accounts.values():
-            taken = min(each.taken, most)  # the rest was taken before, and is told late
-            each.taken -= taken
-            each.used += weight * (taken / elapsed - each.used)
-            total += taken
-        used = [each.used for each in accounts.values()]
-        at_work = sum(used) ** 2 / max(sum(part * part for part in used), 1e-12)  # how many, by what each takes
-        self._virtual += max(total, _LEAST_PART * elapsed) / max(at_work, 1.0)
+        self._pass(max(now - self._ticked, 1e-6))
+        self._ticked = now
         for owner, each in list(accounts.items()):
             each.spent = max(each.spent, self._virtual)
             while each.waiting and each.spent <= self._virtual + _LEAD_SECONDS:
@@ -200,11 +198,28 @@ class TokenTurns:
                 each.waiting.popleft()()
             if each.used < _IDLE_PART and not each.waiting and each.spent <= self._virtual:
                 del accounts[owner]
-        go_on = len(accounts) > 1
-        self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick) if go_on else None
-        for each in accounts.values() if not go_on else ():
+        is_shared = len(accounts) > 1
+        self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick) if is_shared else None
+        for each in () if is_shared else accounts.values():
             while each.waiting:
                 each.waiting.popleft()()
+
+    def _pass(self, elapsed: float) -> None:
+        """Let virtual time pass."""
+        total, most, weight = 0.0, _PROCESSORS * elapsed, min(elapsed / _LATELY_SECONDS, 1.0)
+        for each in self._accounts.values():
+            taken = min(each.taken, most)  # the rest was taken before, and is told late
+            each.taken -= taken
+            each.used += weight * (taken / elapsed - each.used)
+            total += taken
+        self._loop_used += weight * (self._looped / elapsed - self._loop_used)
+        self._looped = 0.0
+        used = [each.used for each in self._accounts.values()]
+        at_work = sum(used) ** 2 / max(sum(part * part for part in used), 1e-12)  # how many, by what each takes
+        self._virtual += max(total, _LEAST_PART * elapsed) / max(at_work, 1.0)
+        # What nobody takes is there for whoever wants it, as long as the loop and the processors are far from full.
+        headroom = min(max((_FULL_PART - self._loop_used) / _NEARLY_PART, 0.0), 1.0)
+        self._virtual += headroom * max(_FULL_PART * _PROCESSORS - sum(used), 0.0) * elapsed
 
 
 class _Metered(Awaitable[None]):
