@@ -13,11 +13,11 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from plsc.errors import UsageError
 
@@ -119,6 +119,20 @@ class Permission:
         return self.role in ("write", "admin")
 
 
+class Owner(NamedTuple):
+    """Whose work something is: it takes turns with that of other keys, and a share is that of a ``group`` of keys.
+
+    A token is a group of its own. Without tokens connections are known by address and port, and those of one address
+    are a group.
+    """
+
+    key: Hashable
+    group: Hashable
+
+
+NOBODY = Owner("", "")  # the service itself
+
+
 @dataclass(frozen=True)
 class Caller:
     """Who asks: the name of the token, None without tokens, and what it may do; ``collections`` None is all.
@@ -132,6 +146,11 @@ class Caller:
     collections: frozenset[str] | None = None
     rates: tuple[RateLimit, ...] = ()
     place: tuple[str, int] = ("", 0)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose work its requests are."""
+        return Owner(self.place, self.place[0]) if self.name is None else Owner(self.name, self.name)
 
     def check(self, needed: Permission, collection: str | None) -> None:
         """:class:`ApiError` 403 unless the caller may do what needs ``needed``, in ``collection`` if there is one."""
@@ -181,6 +200,12 @@ def set_caller(caller: Caller) -> None:
 def current_caller() -> Caller:
     """The caller of the current request; :class:`LookupError` outside of admitted requests."""
     return _caller.get()
+
+
+def current_owner() -> Owner:
+    """Whose the current request is; nobody's outside of admitted requests."""
+    caller = _caller.get(None)
+    return NOBODY if caller is None else caller.owner
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
-from plsc.serve.turns import Turns
+from plsc.serve.turns import TokenTurns, Turns
 
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
@@ -179,7 +179,8 @@ class Admission:
         self._audited = settings.audit_events
         self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
         # Of unknown callers; who asks for health waits for no other.
-        self._turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
+        self._open_turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
+        self.turns = TokenTurns()
         self._routes = [(route, permission_of(route)) for route in routes]
         self._open = _open_endpoints(routes, static)
         self._requests = Shared("requests in flight", limits.requests, settings.share)
@@ -246,14 +247,15 @@ class Admission:
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
-        if answer is None:
-            await self._app(context.scope, context.receive, context.send)
-        elif self._tokens is None or context.caller is not None:
-            await _respond(context, answer)
+        turn = partial(self._app, context.scope, context.receive, context.send)
+        if answer is not None:
+            turn = partial(_respond, context, answer)
+        if answer is None or self._tokens is None or context.caller is not None:
+            await self.turns.take(context.owner, turn)
         else:  # an unknown caller
             context.connection.belongs_to(None)
-            turns = self._health_turns if context.route.startswith(_HEALTH) else self._turns
-            await turns.take(context.connection, partial(_respond, context, answer))
+            turns = self._health_turns if context.route.startswith(_HEALTH) else self._open_turns
+            await turns.take(context.connection, turn)
 
     async def _end_early(self, context: RequestContext) -> None:
         """End a request that is cancelled: its caller has left, or the time to finish what had begun is over."""
@@ -292,6 +294,7 @@ class Admission:
         scope = context.scope
         permission, context.collection = self._match(context)
         context.caller = caller = self._identify(scope, context.headers)
+        self.turns.charge_reading(context.owner, context.connection)
         context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)

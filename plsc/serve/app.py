@@ -9,7 +9,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 from plsc.errors import PlscError
 from plsc.serve.admission import Admission
@@ -26,7 +25,7 @@ ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.ro
 _PARSED_BY_ENDPOINTS: tuple[type[BaseModel], ...] = (search.SearchBody, kserve.InferRequest)
 
 
-def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> ASGIApp:
+def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> Admission:
     """Build the ASGI application; it refuses requests until ``lifecycle`` is opened."""
     from plsc import __version__
 

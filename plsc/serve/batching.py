@@ -4,13 +4,16 @@ While a batch runs, the next one collects by itself. Waiting longer pays only wh
 the last batch are about to ask again. With those who waited while it ran they make one large batch then, and not two
 small ones in turn, of which each would cost the device nearly as much. Requests that have arrived are waited for while
 the event loop reads them; those still to come, for at most ``max_wait``.
+
+A batch takes a task of each owner in turn, and of one that is not alone no more rows than take a hundredth of a second,
+so that nobody waits behind another's hundreds.
 """
 
 import asyncio
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -23,13 +26,18 @@ from plsc.errors import PlscError
 from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.store import Store
 from plsc.gallery.values import Match
-from plsc.serve.decoding import call_in, settle
+from plsc.serve.access import over_share
 from plsc.serve.errors import ApiError
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32
+from plsc.serve.turns import Pay, current_payer
+from plsc.serve.workers import call_in, settle
 
 Work = Callable[[list[Any]], Sequence[Any]]
 _MAX_COLLECT_SECONDS = 0.05  # the event loop may have ended
+_LATELY_SECONDS = 2.0  # since its last task, for which an owner still is one of several
+_BESIDE_SECONDS = 0.01  # that the rows of one of several owners may take in a batch
+PIECE_ROWS = 4  # of tasks into which large ones are best divided
 _NAMED_TOGETHER = 128  # persons read at once: with the longest metadata, 32 MiB
 
 
@@ -54,6 +62,45 @@ class _Task:
     arrived: float
     deadline: float
     future: "asyncio.Future[Any]"
+    owner: Hashable
+    pay: Pay
+
+
+class _Queue:
+    """Tasks of one kind that wait, by their owners."""
+
+    def __init__(self) -> None:
+        self._tasks: OrderedDict[Hashable, deque[_Task]] = OrderedDict()
+        self.rows: Counter[Hashable] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def put(self, task: _Task) -> None:
+        self._tasks.setdefault(task.owner, deque()).append(task)
+        self.rows[task.owner] += task.rows
+
+    def take(self, most: int, part: int) -> list[_Task]:
+        """A batch of at most ``most`` rows, of one owner at most ``part``; in any case a task, however many it has."""
+        batch: list[_Task] = []
+        rows: Counter[Hashable] = Counter()
+        while True:
+            room = most - rows.total()
+            fitting = (
+                owner
+                for owner, tasks in self._tasks.items()
+                if not batch or tasks[0].rows <= (min(room, part - rows[owner]) if rows[owner] else room)
+            )
+            if (owner := next(fitting, None)) is None:
+                return batch
+            tasks = self._tasks.pop(owner)
+            batch.append(tasks.popleft())
+            rows[owner] += batch[-1].rows
+            if tasks:
+                self._tasks[owner] = tasks  # the last in turn
+            self.rows[owner] -= batch[-1].rows
+            if not self.rows[owner]:
+                del self.rows[owner]
 
 
 class DeviceWorker:
@@ -65,15 +112,26 @@ class DeviceWorker:
         max_batch: rows of a batch; a single caller with more is a batch of its own.
         max_wait: seconds to wait for callers who may ask again.
         capacity: rows that may wait, of each kind.
+        share: of ``capacity``, what one owner may have.
     """
 
     def __init__(
-        self, kinds: dict[str, Kind], *, max_batch: int, max_wait: float, capacity: int, observer: Metrics
+        self,
+        kinds: dict[str, Kind],
+        *,
+        max_batch: int,
+        max_wait: float,
+        capacity: int,
+        observer: Metrics,
+        share: float = 1.0,
     ) -> None:
         self._kinds, self._max_batch, self._max_wait, self._capacity = kinds, max_batch, max_wait, capacity
         self._observer = observer
-        self._waiting: dict[str, deque[_Task]] = {kind: deque() for kind in kinds}
-        self._rows = dict.fromkeys(kinds, 0)
+        self._own_capacity = max(int(capacity * share), 1)
+        self._waiting = {kind: _Queue() for kind in kinds}
+        self._last_run = dict.fromkeys(kinds, 0.0)
+        self._row_seconds = dict.fromkeys(kinds, 0.0)  # of the last batches
+        self._seen: dict[Hashable, float] = {}  # when each owner's last task came
         self._expected = dict.fromkeys(kinds, 0)  # rows, should all come again who were answered or wait
         self._changed = threading.Condition()  # guards all of the above
         self._collecting: asyncio.AbstractEventLoop | None = None  # it is still reading what arrived together
@@ -82,14 +140,15 @@ class DeviceWorker:
         self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
         self._thread.start()
 
-    async def submit(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
+    async def submit(self, kind: str, payload: Any, rows: int, deadline: float, owner: Hashable = "") -> Any:
         """Compute the result of ``payload``; ``deadline`` is of ``time.monotonic()``.
 
         Raises:
-            ApiError: 503 if too much waits or the service stops, 504 if the deadline passes before it is done.
+            ApiError: 503 if too much waits or the service stops, 429 if too much of this owner's waits, 504 if the
+                deadline passes before it is done.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future))
+        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future, owner, current_payer()))
         try:
             async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
                 return await future
@@ -101,7 +160,7 @@ class DeviceWorker:
 
     def waiting(self, kind: str) -> int:
         """Rows of a kind that wait."""
-        return self._rows[kind]
+        return self._waiting[kind].rows.total()
 
     def close(self) -> None:
         """Finish what waits, and end the thread."""
@@ -115,17 +174,25 @@ class DeviceWorker:
         with self._changed:
             if self._closing:
                 raise ApiError(503, "the service is stopping; ask another, or later")
-            full = self._rows[kind] > 0 and self._rows[kind] + task.rows > self._capacity
-            if not full:
-                self._waiting[kind].append(task)
-                self._rows[kind] += task.rows
-                if self._rows[kind] >= self._rows_to_wake(kind):
+            refusal = self._refusal(kind, task)
+            if refusal is None:
+                self._waiting[kind].put(task)
+                self._seen[task.owner] = task.arrived
+                if self.waiting(kind) >= self._rows_to_wake(kind):
                     self._changed.notify()
                 else:
                     self._wake_when_read(task.future.get_loop())
-        if full:
+        if refusal is not None:
             self._observer.dropped(kind, "full", 1)
-            raise ApiError(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
+            raise refusal
+
+    def _refusal(self, kind: str, task: _Task) -> ApiError | None:
+        own, all_rows = self._waiting[kind].rows[task.owner], self.waiting(kind)
+        if all_rows and all_rows + task.rows > self._capacity:
+            return ApiError(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
+        if own and own + task.rows > self._own_capacity:
+            return over_share(str(task.owner), f"{self._own_capacity} rows that wait for the device")
+        return None
 
     def _rows_to_wake(self, kind: str) -> int:
         """Rows at which the device's thread is woken at once; each wake-up takes time from the event loop."""
@@ -149,7 +216,7 @@ class DeviceWorker:
             if batch:
                 self._run(kind, batch)
             else:
-                self._expected[kind] = self._rows[kind]
+                self._expected[kind] = self.waiting(kind)
 
     def _take(self) -> tuple[str, list[_Task]] | None:
         with self._changed:
@@ -157,25 +224,24 @@ class DeviceWorker:
                 if self._closing:
                     return None
                 self._changed.wait()
-            kind = min((tasks[0].arrived, kind) for kind, tasks in self._waiting.items() if tasks)[1]
+            kind = min((kind for kind in self._waiting if self._waiting[kind]), key=self._last_run.__getitem__)
+            self._last_run[kind] = time.monotonic()
             self._wait_for_more(kind)
             return kind, self._drain(kind)
 
     def _wait_for_more(self, kind: str) -> None:
         def enough() -> bool:
-            return self._rows[kind] >= self._rows_to_wake(kind) or self._closing
+            return self.waiting(kind) >= self._rows_to_wake(kind) or self._closing
 
         self._changed.wait_for(lambda: enough() or self._collecting is None, _MAX_COLLECT_SECONDS)
         self._changed.wait_for(enough, self._max_wait)
 
     def _drain(self, kind: str) -> list[_Task]:
-        tasks, rows = self._waiting[kind], 0
-        batch: list[_Task] = []
-        while tasks and (not batch or rows + tasks[0].rows <= self._max_batch):
-            batch.append(tasks.popleft())
-            rows += batch[-1].rows
-        self._rows[kind] -= rows
-        return batch
+        lately = time.monotonic() - _LATELY_SECONDS
+        self._seen = {owner: seen for owner, seen in self._seen.items() if seen > lately}
+        is_alone = len(self._seen) < 2
+        part = self._max_batch if is_alone else int(_BESIDE_SECONDS / max(self._row_seconds[kind], 1e-6))
+        return self._waiting[kind].take(self._max_batch, part)
 
     def _still_wanted(self, kind: str, batch: list[_Task]) -> list[_Task]:
         now = time.monotonic()
@@ -193,12 +259,14 @@ class DeviceWorker:
         ended = time.monotonic()
         rows, waited = sum(task.rows for task in batch), [begun - task.arrived for task in batch]
         self._observer.batch(kind, rows, waited, ended - begun)
-        self._expected[kind] = rows + self._rows[kind]  # before the answers: who comes again would count twice
+        self._expected[kind] = rows + self.waiting(kind)  # before the answers: who comes again would count twice
         finish = self._kinds[kind].finish
+        row_seconds = (ended - begun) / rows
+        self._row_seconds[kind] += (row_seconds - self._row_seconds[kind]) / 4
         if finish is None:
-            _deliver(batch, results)
+            _deliver(batch, results, row_seconds)
         else:
-            self._finisher.submit(_finish, finish, batch, results)
+            self._finisher.submit(_finish, finish, batch, results, row_seconds)
 
 
 def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
@@ -211,16 +279,17 @@ def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
     return [result for payload in payloads for result in _attempt(work, [payload])]
 
 
-def _finish(work: Work, batch: list[_Task], results: list[Any]) -> None:
+def _finish(work: Work, batch: list[_Task], results: list[Any], row_seconds: float) -> None:
     good = [index for index, result in enumerate(results) if not isinstance(result, Exception)]
     for index, answer in zip(good, _attempt(work, [results[index] for index in good]) if good else [], strict=True):
         results[index] = answer
-    _deliver(batch, results)
+    _deliver(batch, results, row_seconds)
 
 
-def _deliver(batch: list[_Task], results: list[Any]) -> None:
+def _deliver(batch: list[_Task], results: list[Any], row_seconds: float) -> None:
     def settle_all() -> None:
         for task, result in zip(batch, results, strict=True):
+            task.pay(task.rows * row_seconds)
             settle(task.future, result)
 
     call_in(batch[0].future.get_loop(), settle_all)

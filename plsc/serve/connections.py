@@ -13,13 +13,15 @@ import asyncio
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plsc.serve.access import Bucket, Shared, over_share
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.settings import Limits
+from plsc.serve.turns import TokenTurns
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 256
@@ -32,6 +34,8 @@ MAX_CHUNKS = 65_536  # of one body: small ones cost a hundred times as much as t
 _NEW_PART = 0.1  # of the event loop's time, for connections that are nobody's to the end
 _NEW_SAVED_SECONDS = 0.25
 _NEW_SECONDS = 0.0003  # of making and ending one
+_READ_BYTES, _READ_SECONDS = 8_192, 0.002  # of what has come, parsed before others have a turn
+_SMALL_BYTES, _SMALL_SECONDS = 256, 0.0005  # beside others, so small a piece of a body costs its token so much more
 _LAST_SECONDS = 1.0  # for an answer that an unknown caller still waits for when the service stops
 _NO_HTTP = ApiError(400, "the request is not valid HTTP")
 
@@ -55,7 +59,7 @@ class Connection:
     several pipelined requests alone.
     """
 
-    __slots__ = ("_budget", "abort", "address", "close", "is_idle", "is_lost", "on_lost", "owner", "seconds")
+    __slots__ = ("_budget", "abort", "address", "close", "fine", "is_idle", "is_lost", "on_lost", "owner", "seconds")
 
     def __init__(self, budget: "ConnectionBudget", abort: Callable[[], None], close: Callable[[], None]) -> None:
         self._budget, self.abort, self.close = budget, abort, close
@@ -63,7 +67,8 @@ class Connection:
         self.owner: str | None = None  # a token's name, "" for this machine without tokens, None for nobody
         self.is_idle, self.is_lost = True, False
         self.on_lost: Callable[[], None] | None = None
-        self.seconds = 0.0  # that reading took and no unknown caller's turn has paid for
+        self.seconds = 0.0  # that reading took and nobody has paid for
+        self.fine = 0.0  # seconds besides, for which its token has to wait
 
     def lose(self) -> None:
         """Say that the connection is lost, once."""
@@ -74,8 +79,6 @@ class Connection:
 
     def belongs_to(self, owner: str | None) -> None:
         """Count the connection as that of a token, or as nobody's; :class:`ApiError` if there are too many."""
-        if owner is not None:
-            self.seconds = 0.0
         if owner != self.owner and not self.is_lost:
             self._budget.move(self, owner)
 
@@ -184,6 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: Limits
     budget: ConnectionBudget
+    turns: TokenTurns
     unread: Shared  # bytes of answers that callers have not taken; nobody's are those of one caller
     unknown_pipelined: int  # requests that may wait where it is not known yet who asks
 
@@ -198,7 +202,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0  # bytes since the parser last finished a head, a chunk's size or a piece of body
         self._pieces = 0  # reads since then
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
-        self._chunks = 0
+        self._chunks, self._small = 0, 0
+        self._backlog = memoryview(b"")  # what has come and is not parsed yet
         self._unread: tuple[str | None, int] | None = None  # of whom, and how many bytes
         self._fault = _NO_HTTP  # what is told of a request that cannot be parsed
         self._answered: RequestResponseCycle | None = None  # the request in progress; uvicorn's ``cycle`` is the newest
@@ -207,12 +212,14 @@ class LimitedProtocol(HttpToolsProtocol):
         """Accept a connection."""
         super().connection_made(transport)
         self._wire = transport
+        self.flow = FlowControl(cast("asyncio.Transport", self))
         self._connection.address = self.client[0] if self.client else ""
         self._start_head_timer()
         self.budget.add(self._connection)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request in progress, and forget the connection."""
+        self._backlog = memoryview(b"")
         self.budget.end(self._connection)
         self._lose()
         self._stop_head_timer()
@@ -220,12 +227,60 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse data, at its owner's turn."""
+        owner = self._connection.owner
+        if self._backlog:
+            self._backlog = memoryview(bytes(self._backlog) + data)
+        elif owner is not None and self.turns.must_wait(owner):
+            self._backlog = memoryview(data)
+            self.turns.when_due(owner, self._read)
+        else:
+            self._backlog = memoryview(data)
+            self._read()
+            return
+        self._wire.pause_reading()
+
+    def pause_reading(self) -> None:
+        """Read no more: uvicorn has enough."""
+        self._wire.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on, as far as uvicorn is concerned."""
+        if not self._backlog:
+            self._wire.resume_reading()
+
+    def _read(self) -> None:
+        """Parse what has come, as long as it is its owner's turn."""
+        begun, connection = time.perf_counter(), self._connection
+        while self._backlog and not (connection.is_lost or self._wire.is_closing()):
+            piece, self._backlog = self._backlog[:_READ_BYTES], self._backlog[_READ_BYTES:]
+            self._parse(piece)
+            owner = connection.owner
+            if not self._backlog:
+                break
+            if owner is not None:
+                self.turns.charge_reading(owner, connection)
+                if self.turns.must_wait(owner):
+                    self._wire.pause_reading()
+                    self.turns.when_due(owner, self._read)
+                    return
+            if owner is None or time.perf_counter() - begun > _READ_SECONDS:  # a task finds out whose request it is
+                self._wire.pause_reading()
+                self._loop.call_soon(self._read)
+                return
+        self._backlog = memoryview(b"")
+        if connection.owner is not None and self.cycle is not None and self.cycle.more_body:
+            self.turns.charge_reading(connection.owner, connection)
+        if not (self.flow.read_paused or self._wire.is_closing() or self._wire.is_reading()):
+            self._wire.resume_reading()
+
+    def _parse(self, data: memoryview) -> None:
         """Parse data; abort a connection that sends more than a head's worth of what is neither head nor body."""
         self._unparsed += len(data)
         self._pieces += 1
-        begun = time.thread_time()
-        super().data_received(data)
-        self._connection.seconds += time.thread_time() - begun
+        begun = time.perf_counter()
+        super().data_received(cast("bytes", data))
+        self._connection.seconds += time.perf_counter() - begun
         # Trailers, or a chunk's extensions, which httptools would go on gathering; or a head byte by byte.
         if self._unparsed > MAX_HEAD_BYTES or self._pieces > MAX_HEAD_PIECES:
             self._abort()
@@ -258,7 +313,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._abort()
             raise ValueError("too many requests wait")  # which ends the parsing of what was read
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
-        self._chunks = 0
+        self._chunks, self._small = 0, 0
         self._connection.is_idle = False
         if self._head_timer is None:
             self._start_head_timer()
@@ -309,6 +364,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a piece of body."""
         self._parsed()
+        if len(body) < _SMALL_BYTES:
+            self._small += 1
+            self._connection.fine += _SMALL_SECONDS if self._small > 1 else 0.0
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -12,10 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from io import BufferedReader
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -30,8 +27,8 @@ from plsc.models.preprocessing import Preprocessing, check_square, picture_warni
 from plsc.progress import note
 from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
+from plsc.serve.workers import Workers, call_in
 
-Work = Callable[["DecodeProcess"], Any]
 _FORMATS = {SUFFIXES[kind][0]: kind for kind in FORMATS}
 
 _PIXELS_PER_CPU_SECOND = 6_500_000  # a tenth of what the slowest of usual encodings reach
@@ -39,27 +36,9 @@ _MIN_CPU_SECONDS = 2
 _WALL_SECONDS = 5  # for each second of processor time: the machine may be busy
 _ABANDONED_SECONDS = 0.1  # that a decoding may go on whose caller is gone; starting a new process costs as much
 _WATCH_SECONDS = 0.05
-_LIGHT_SECONDS = 0.05  # of decoding lately, with which one of a group still counts as a newcomer
-_LATELY_SECONDS = 10.0
 _ATTEMPTS = 2  # for a picture whose process the system killed (out of memory): others may have filled it
 _KILLED_BY_SYSTEM = -9  # SIGKILL, which Windows does not have
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")  # no secret is passed on
-
-
-def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Call ``function`` in a loop of another thread; where that is closed, nobody waits any more."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *args)
-
-
-def settle(future: "asyncio.Future[Any]", result: Any) -> None:
-    """Give a future its result, or exception, unless it was cancelled or has failed."""
-    if future.done():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 class DecodeProcess:
@@ -248,43 +227,10 @@ def check_format(data: bytes, name: str) -> None:
         raise ApiError(415, f"{name} is {shown}: on the server, {unread_formats()[kind]}; or send JPEG")
 
 
-@dataclass(eq=False)
-class _Job:
-    """A picture; ``future`` is the event loop's, which may cancel it at any time."""
-
-    work: Work
-    caller: "_Caller"
-    future: "asyncio.Future[Any]"
-    begun: float = 0.0
-
-
-@dataclass(eq=False)
-class _Caller:
-    """A caller's requests whose pictures wait, and the number of processes at work for them."""
-
-    key: Hashable
-    group: Hashable
-    requests: deque[deque[_Job]] = field(default_factory=deque)
-    running: int = 0
-
-    def take(self) -> _Job | None:
-        """The next picture of the next request; None where all that waited are cancelled."""
-        while self.requests:
-            request = self.requests.popleft()
-            while request and request[0].future.done():
-                request.popleft()
-            if request:
-                job = request.popleft()
-                self.requests.append(request)
-                return job
-        return None
-
-
-class Decoders:
+class Decoders(Workers[DecodeProcess]):
     """Processes that decode, given to callers in turn; methods but :meth:`close` are called in one event loop.
 
-    Callers may be of one group, as connections of an address are that has no token: the share is that of the group
-    then, and of what is left only those have a process who have decoded next to nothing lately.
+    A picture that is being decoded when its future is cancelled is killed.
 
     Args:
         share: of the processes that one caller may have at a time; there is one more.
@@ -292,128 +238,40 @@ class Decoders:
         max_jpeg_pixels: of a JPEG.
     """
 
-    def __init__(self, share: int, max_pixels: int, max_jpeg_pixels: int) -> None:
-        self._share = share
-        self._processes = [DecodeProcess(max_pixels, max_jpeg_pixels) for _ in range(share + 1)]
-        self._threads = ThreadPoolExecutor(len(self._processes), "plsc-decode")
-        self._free = deque(self._processes)
-        self._running: dict[DecodeProcess, _Job] = {}
-        self._callers: dict[Hashable, _Caller] = {}
-        self._at_work: Counter[Hashable] = Counter()  # processes of each group
-        self._used: defaultdict[Hashable, float] = defaultdict(float)  # seconds of each member of a group, lately
-        self._used_since = 0.0
-        self._turns: deque[_Caller] = deque()  # callers with requests
-        self._watching = False
+    _clock = staticmethod(time.monotonic)  # the process works while its thread waits
 
-    @property
-    def running(self) -> int:
-        """Pictures that are being decoded."""
-        return len(self._running)
+    def __init__(self, share: int, max_pixels: int, max_jpeg_pixels: int) -> None:
+        self._processes = [DecodeProcess(max_pixels, max_jpeg_pixels) for _ in range(share + 1)]
+        super().__init__(self._processes, share, "plsc-decode")
+        self._watching = False
 
     def start(self) -> None:
         """Start the processes, which otherwise start with their first pictures."""
         for process in self._processes:
             process.start()
 
-    def submit(self, caller: Hashable, works: Sequence[Work], group: Hashable) -> "list[asyncio.Future[Any]]":
-        """Call each of ``works`` of one request with a process, in a thread.
-
-        Cancelling a future drops its work; a picture that is being decoded is killed.
-
-        Args:
-            caller: whose turn it is, is decided by this; ``group`` is the caller itself, or what it belongs to.
-        """
-        loop = asyncio.get_running_loop()
-        known = self._callers.setdefault(caller, _Caller(caller, group))
-        jobs = [_Job(work, known, loop.create_future()) for work in works]
-        if not known.requests:
-            self._turns.append(known)
-        known.requests.append(deque(jobs))
-        self._assign(loop)
-        return [job.future for job in jobs]
-
     def close(self) -> None:
         """Kill the processes, and wait for the threads that used them."""
         for process in self._processes:
             process.close()
-        self._threads.shutdown(cancel_futures=True)
+        super().close()
         for process in self._processes:
             process.end()
 
     def _assign(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._free and (job := self._next()) is not None:
-            process = self._free.popleft()
-            job.caller.running += 1
-            self._at_work[job.caller.group] += 1
-            job.begun = time.monotonic()
-            self._running[process] = job
-            self._threads.submit(self._work, loop, process, job)
+        super()._assign(loop)
         if self._running and not self._watching:
             self._watching = True
             loop.call_later(_WATCH_SECONDS, self._watch, loop)
 
-    def _next(self) -> _Job | None:
-        """The picture whose turn it is, of a caller who has fewer processes than the share."""
-        for _ in range(len(self._turns)):
-            caller = self._turns.popleft()
-            job = caller.take() if self._may_have_one(caller) else None
-            if caller.requests:
-                self._turns.append(caller)
-            elif not caller.running and job is None:
-                self._callers.pop(caller.key, None)
-            if job is not None:
-                return job
-        return None
-
-    def _may_have_one(self, caller: _Caller) -> bool:
-        if self._at_work[caller.group] < self._share:
-            return True
-        is_newcomer = not caller.running and self._used[caller.key] < _LIGHT_SECONDS
-        return is_newcomer and caller.key != caller.group
-
-    def _work(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job) -> None:
-        result: Any = None
-        try:
-            result = job.work(process)
-        except Exception as error:
-            result = error
-        call_in(loop, self._finish, loop, process, job, result)
-
-    def _finish(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job, result: Any) -> None:
-        del self._running[process]
-        caller = job.caller
-        caller.running -= 1
-        self._leave(caller, job.begun)
-        if not caller.running and not caller.requests:
-            self._callers.pop(caller.key, None)
-        settle(job.future, result)
-        if process.runs:
-            self._release(loop, process)
-        else:
-            self._restart(loop, process)
-
-    def _leave(self, caller: _Caller, begun: float) -> None:
-        """Count a process of the caller's group less, and what the caller has used lately."""
-        self._at_work[caller.group] -= 1
-        if not self._at_work[caller.group]:
-            del self._at_work[caller.group]
-        now = time.monotonic()
-        if now - self._used_since > _LATELY_SECONDS:
-            self._used.clear()
-            self._used_since = now
-        if caller.key != caller.group:
-            self._used[caller.key] += now - begun
-
-    def _restart(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
+    def _done(self, loop: asyncio.AbstractEventLoop, worker: DecodeProcess) -> None:
         """Start another process in place of one that was killed, before a picture waits for it."""
-
+        if worker.runs:
+            self._release(loop, worker)
+            return
         with contextlib.suppress(RuntimeError):  # closed
-            started = self._threads.submit(process.start)
-            started.add_done_callback(lambda _: call_in(loop, self._release, loop, process))
-
-    def _release(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
-        self._free.append(process)
-        self._assign(loop)
+            started = self._threads.submit(worker.start)
+            started.add_done_callback(lambda _: call_in(loop, self._release, loop, worker))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Kill what takes too long, and what nobody waits for."""

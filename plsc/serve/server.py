@@ -15,11 +15,11 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from plsc.errors import UsageError
 from plsc.progress import note
 from plsc.serve.access import Shared
+from plsc.serve.admission import Admission
 from plsc.serve.app import build_app
 from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
 from plsc.serve.observability import Metrics, MetricsServer
@@ -185,12 +185,12 @@ class _GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: ASGIApp, settings: Settings, budget: ConnectionBudget) -> uvicorn.Config:
+def _config(app: Admission, settings: Settings, budget: ConnectionBudget) -> uvicorn.Config:
     limits = settings.limits
     unread = Shared("bytes of answers", limits.memory_bytes, settings.share)
     pipelined = MAX_PIPELINED if settings.tokens is None else UNKNOWN_PIPELINED
-    known = {"limits": limits, "budget": budget, "unread": unread, "unknown_pipelined": pipelined}
-    protocol = type("Protocol", (LimitedProtocol,), known)
+    shared = {"limits": limits, "budget": budget, "turns": app.turns, "unread": unread, "unknown_pipelined": pipelined}
+    protocol = type("Protocol", (LimitedProtocol,), shared)
     return uvicorn.Config(
         app,
         http=protocol,

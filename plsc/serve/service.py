@@ -1,11 +1,11 @@
 """Shared state of the routes: model, store, device worker, threads for decoding and storing; and its lifecycle."""
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,10 +21,10 @@ from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store, take_changes
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import Collection
-from plsc.serve.access import current_caller, includes
+from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
-from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
+from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
@@ -33,10 +33,11 @@ from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
 from plsc.serve.tokens import TokenBook
+from plsc.serve.workers import Workers
 
 Result = TypeVar("Result")
-STORE_THREADS = 8
-FILTER_THREADS = 2  # at most so many look through all persons at a time
+STORE_THREADS, STORE_SHARE = 8, 6  # and how many of them one caller may have at a time
+FILTER_THREADS, FILTER_SHARE = 3, 2  # so many look through all persons at a time
 MAX_FILTERED = 32  # searches whose matching rows are held in memory, a byte for each face
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
 _STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
@@ -78,9 +79,10 @@ class Service:
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
-        self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
-        self._filterers = ThreadPoolExecutor(FILTER_THREADS, "plsc-filter")
+        self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
+        self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
         self._filtering = asyncio.Semaphore(MAX_FILTERED)
+        self._filtering_of: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # by group
         self.creating = asyncio.Lock()  # of collections
         self.enrolling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by collection
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
@@ -90,6 +92,7 @@ class Service:
             max_batch=settings.max_batch,
             max_wait=settings.max_wait_ms / 1000,
             capacity=settings.limits.queue,
+            share=settings.share,
             observer=metrics,
         )
         self.private_paths = _written(
@@ -102,7 +105,7 @@ class Service:
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which may block on the store, in a thread, and in the request's context."""
         call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._storers, call)
+        return await self._in_thread(self._storers, call, current_owner())
 
     async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
@@ -136,16 +139,19 @@ class Service:
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
-        return np.asarray(await self.worker.submit("embed", images, len(images), deadline))
+        pieces = torch.split(images, PIECE_ROWS)  # between which others have their turn
+        return np.concatenate(
+            await asyncio.gather(*[self._in_batch("embed", each, len(each), deadline) for each in pieces])
+        )
 
     def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
         """Matches of each query, with their persons."""
         if search.filter is not None:
             return self._search_filtered(search, search.filter, deadline)
-        return self.worker.submit("search", search, len(search.queries), deadline)
+        return self._in_batch("search", search, len(search.queries), deadline)
 
     async def in_filter(self, deadline: float, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
-        """Call ``function``, which looks persons up by a filter, in one of few threads; others do not wait for it.
+        """Call ``function``, which looks persons up by a filter, in one of few threads, in turn with other callers'.
 
         Raises:
             DeadlineError, ApiError: the deadline passed, and the store looks no further.
@@ -159,7 +165,7 @@ class Service:
                 return function(*args, **keywords)
 
         try:
-            return await self._in_thread(self._filterers, call)
+            return await self._in_thread(self._filterers, call, current_owner())
         except asyncio.CancelledError:
             is_gone = True
             raise
@@ -211,16 +217,18 @@ class Service:
         """Finish what runs, then release threads and store."""
         self.decoders.close()
         self.worker.close()
-        self._storers.shutdown()
-        self._filterers.shutdown(cancel_futures=True)
+        self._storers.close()
+        self._filterers.close()
         self.retention.close()
         self.store.close()
         self.audit.close()
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
+    async def _in_thread(self, threads: Workers[int], call: Callable[[], Result], owner: Owner) -> Result:
         begun = time.monotonic()
+        (future,) = threads.submit(owner, [lambda _: call()])
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, call)
+            result: Result = await future
+            return result
         finally:
             self.metrics.stage("store", time.monotonic() - begun)
 
@@ -234,7 +242,8 @@ class Service:
         now = time.monotonic()
         asked_at, asking = self._remembered.get(key, (-math.inf, None))
         if asking is None or now - asked_at >= _REMEMBERED_SECONDS:
-            asking = asyncio.ensure_future(self.in_store(function, *args))
+            # Nobody's: others wait for it as well, and not behind the work of the one who asks first.
+            asking = asyncio.ensure_future(self._in_thread(self._storers, partial(function, *args), NOBODY))
             asking.add_done_callback(partial(self._drop_failed, key))
             if len(self._remembered) > self.settings.limits.collections:
                 self._remembered.clear()
@@ -254,8 +263,7 @@ class Service:
             partial(self._decode, data=item.picture(name), name=name, landmarks=item.landmarks, deadline=deadline)
             for item, name in zip(inputs, names, strict=True)
         ]
-        caller = current_caller()
-        decoding = self.decoders.submit(caller.name or caller.place, works, caller.name or caller.place[0])
+        decoding = self.decoders.submit(current_owner(), works)
         try:
             decoded: list[DecodedImage] = await asyncio.gather(*decoding)
             return decoded
@@ -273,18 +281,21 @@ class Service:
 
     async def _search_filtered(self, search: Search, filter: Filter, deadline: float) -> SearchAnswer:
         """Search with a filter whose matches are looked up before the device's turn."""
-        try:
-            async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
-                await self._filtering.acquire()
-        except TimeoutError:
-            raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
-        try:
+        group, own = current_owner().group, asyncio.Semaphore(max(int(MAX_FILTERED * self.settings.share), 1))
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
+                    await held.enter_async_context(self._filtering_of.setdefault(group, own))
+                    await held.enter_async_context(self._filtering)
+            except TimeoutError:
+                raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
             prepared = await self.in_filter(deadline, self.store.prepare_filter, search.collection, filter)
             ready = search._replace(filter=prepared)
-            answer: SearchAnswer = await self.worker.submit("search", ready, len(search.queries), deadline)
+            answer: SearchAnswer = await self._in_batch("search", ready, len(search.queries), deadline)
             return answer
-        finally:
-            self._filtering.release()
+
+    async def _in_batch(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
+        return await self.worker.submit(kind, payload, rows, deadline, current_owner().group)
 
     def _embed_batch(self, batches: list[torch.Tensor]) -> list[Any]:
         images = torch.cat(batches)

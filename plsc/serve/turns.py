@@ -1,24 +1,45 @@
-"""Turns of unknown callers: strangers together get a small part of the event loop's time, however they spend it.
+"""Turns on the event loop: strangers together get a small part of its time, and tokens share what there is.
 
-A refusal costs as much as an answer, and a connection that is refused at once is back at once. Here both wait for a
-turn instead, which is paid for by the time that reading and answering took: a thousand connections that come again and
-again become a thousand that wait, and dear requests are fewer than cheap ones.
+A refusal costs as much as an answer, and a connection that is refused at once is back at once. Here strangers wait for
+a turn instead, which is paid for by the time that reading and answering took: a thousand connections that come again
+and again become a thousand that wait, and dear requests are fewer than cheap ones.
+
+Tokens wait only where others are at work: then one that has taken more than its part goes on once the others have
+caught up. It is fair queueing with the virtual time of generalized processor sharing (Parekh and Gallager, 1993).
 """
 
 import asyncio
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.serve.access import Bucket
-from plsc.serve.connections import Connection
+
+if TYPE_CHECKING:
+    from plsc.serve.connections import Connection
 
 _SAVED_SECONDS = 0.05  # of the loop's time, for answers at once: a page takes about twenty of a fifth of a millisecond
 _EXPECTED_SECONDS = 0.0005  # of an answer, until its time is known
 _UNSEEN_SECONDS = 0.0003  # of an answer, in the kernel and around the loop's steps
 _TICK_SECONDS = 0.005
+_LEAD_SECONDS = 0.005  # that a token may be ahead
+_LEAST_PART = 0.8  # of the time, that is shared even where less is taken: who waits must not wait for ever
+_LATELY_SECONDS = 0.2
+_FULL_PART, _NEARLY_PART = 0.75, 0.15  # of the loop's time and the processors', up to which there is enough for all
+_PROCESSORS = os.cpu_count() or 1
+_IDLE_PART = 0.001  # of the time lately, below which a token is not at work
+
+Pay = Callable[[float], None]
+_payer: ContextVar[Pay] = ContextVar("payer", default=lambda _: None)
+
+
+def current_payer() -> Pay:
+    """What counts seconds that threads and the device spend on the current request; called in the event loop."""
+    return _payer.get()
 
 
 class Turns:
@@ -33,20 +54,22 @@ class Turns:
         self._seconds = Bucket(_SAVED_SECONDS, part)  # of the event loop's time
         self._timer: asyncio.TimerHandle | None = None
 
-    async def take(self, connection: Connection, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def take(self, connection: "Connection", answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Answer when it is the turn of ``connection``, unless it is lost by then."""
         await self._wait(connection)
         if connection.is_lost:
             return
         self._seconds.level -= _EXPECTED_SECONDS
-        metered = _Metered(answer())
         try:
-            await metered
+            await _Metered(answer(), self._pay)
         finally:
-            spent, connection.seconds = connection.seconds + metered.seconds + _UNSEEN_SECONDS, 0.0
+            spent, connection.seconds = connection.seconds + _UNSEEN_SECONDS, 0.0
             self._seconds.level += _EXPECTED_SECONDS - spent
 
-    async def _wait(self, connection: Connection) -> None:
+    def _pay(self, seconds: float) -> None:
+        self._seconds.level -= seconds
+
+    async def _wait(self, connection: "Connection") -> None:
         loop = asyncio.get_running_loop()
         if self._seconds.fill() > 0 and not self._waiting:
             return
@@ -80,23 +103,141 @@ class Turns:
         return None
 
 
-class _Metered(Awaitable[None]):
-    """Runs a coroutine, and measures the processor time of its own steps: what it waits for is not its time."""
+class _Account:
+    """What a token has taken.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._coroutine = coroutine
-        self.seconds = 0.0
+    Attributes:
+        spent: seconds, in the virtual time of all.
+        taken: seconds since the last tick.
+        used: part of the time, lately.
+        waiting: what goes on at the token's turns.
+    """
+
+    __slots__ = ("spent", "taken", "used", "waiting")
+
+    def __init__(self, spent: float) -> None:
+        self.spent, self.taken, self.used = spent, 0.0, 0.0
+        self.waiting: deque[Callable[[], None]] = deque()
+
+
+class TokenTurns:
+    """Lets each token have its part of the time while others are at work. Used in one event loop.
+
+    Virtual time passes as slowly as tokens are many, of which one that takes a tenth of another counts for little. Who
+    is further ahead of it than the lead waits. Nobody saves time for later.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._virtual, self._ticked = 0.0, 0.0
+        self._looped, self._loop_used = 0.0, 0.0  # seconds since the last tick, and part of the time lately
+        self._timer: asyncio.TimerHandle | None = None
+
+    def charge(self, owner: str, seconds: float, fine: float = 0.0) -> None:
+        """Count time of the event loop that a token took, and seconds besides that it has to wait for."""
+        self._looped += seconds
+        self.charge_beside(owner, seconds, fine)
+
+    def charge_beside(self, owner: str, seconds: float, fine: float = 0.0) -> None:
+        """Count time that threads, processes or the device took for a token."""
+        account = self._account(owner)
+        account.taken += seconds
+        account.spent += seconds + fine
+
+    def charge_reading(self, owner: str, connection: "Connection") -> None:
+        """Count what reading of a connection took."""
+        self.charge(owner, connection.seconds, connection.fine)
+        connection.seconds = connection.fine = 0.0
+
+    def must_wait(self, owner: str) -> bool:
+        """True if a token is ahead of others who are at work."""
+        account = self._accounts.get(owner)
+        return self._timer is not None and account is not None and self._is_ahead(account)
+
+    def when_due(self, owner: str, go_on: Callable[[], None]) -> None:
+        """Call ``go_on`` at the token's turn."""
+        self._account(owner).waiting.append(go_on)
+
+    async def take(self, owner: str, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Answer at the token's turn."""
+        account = self._account(owner)
+        if self.must_wait(owner):
+            turn = asyncio.get_running_loop().create_future()
+            account.waiting.append(partial(_give, turn))
+            await turn
+        else:
+            account.spent += _EXPECTED_SECONDS
+        _payer.set(partial(self.charge_beside, owner))
+        try:
+            await _Metered(answer(), partial(self.charge, owner))
+        finally:
+            account.spent -= _EXPECTED_SECONDS
+
+    def _account(self, owner: str) -> _Account:
+        account = self._accounts.get(owner)
+        if account is None:
+            account = self._accounts[owner] = _Account(self._virtual)
+            if len(self._accounts) > 1 and self._timer is None:
+                for each in self._accounts.values():
+                    each.spent, each.taken = self._virtual, 0.0  # alone, a token took what it liked
+                self._ticked = time.monotonic()
+                self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
+        return account
+
+    def _is_ahead(self, account: _Account) -> bool:
+        return bool(account.waiting) or account.spent > self._virtual + _LEAD_SECONDS
+
+    def _tick(self) -> None:
+        now, accounts = time.monotonic(), self._accounts
+        self._pass(max(now - self._ticked, 1e-6))
+        self._ticked = now
+        for owner, each in list(accounts.items()):
+            each.spent = max(each.spent, self._virtual)
+            while each.waiting and each.spent <= self._virtual + _LEAD_SECONDS:
+                each.spent += _EXPECTED_SECONDS
+                each.waiting.popleft()()
+            if each.used < _IDLE_PART and not each.waiting and each.spent <= self._virtual:
+                del accounts[owner]
+        is_shared = len(accounts) > 1
+        self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick) if is_shared else None
+        for each in () if is_shared else accounts.values():
+            while each.waiting:
+                each.waiting.popleft()()
+
+    def _pass(self, elapsed: float) -> None:
+        """Let virtual time pass."""
+        total, most, weight = 0.0, _PROCESSORS * elapsed, min(elapsed / _LATELY_SECONDS, 1.0)
+        for each in self._accounts.values():
+            taken = min(each.taken, most)  # the rest was taken before, and is told late
+            each.taken -= taken
+            each.used += weight * (taken / elapsed - each.used)
+            total += taken
+        self._loop_used += weight * (self._looped / elapsed - self._loop_used)
+        self._looped = 0.0
+        used = [each.used for each in self._accounts.values()]
+        at_work = sum(used) ** 2 / max(sum(part * part for part in used), 1e-12)  # how many, by what each takes
+        self._virtual += max(total, _LEAST_PART * elapsed) / max(at_work, 1.0)
+        # What nobody takes is there for whoever wants it, as long as the loop and the processors are far from full.
+        headroom = min(max((_FULL_PART - self._loop_used) / _NEARLY_PART, 0.0), 1.0)
+        self._virtual += headroom * max(_FULL_PART * _PROCESSORS - sum(used), 0.0) * elapsed
+
+
+class _Metered(Awaitable[None]):
+    """Runs a coroutine, and pays for the time of its own steps: what it waits for is not its time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], pay: Pay) -> None:
+        self._coroutine, self._pay = coroutine, pay
 
     def __await__(self) -> Generator[Any, Any, None]:
         step: Callable[[], Any] = partial(self._coroutine.send, None)
         while True:
-            begun = time.thread_time()
+            begun = time.perf_counter()
             try:
                 awaited = step()
             except StopIteration:
                 return
             finally:
-                self.seconds += time.thread_time() - begun
+                self._pay(time.perf_counter() - begun)
             try:
                 step = partial(self._coroutine.send, (yield awaited))
             except BaseException as error:  # thrown in here, for the coroutine

@@ -137,6 +137,39 @@ def test_kinds_are_not_mixed_and_the_oldest_goes_first():
     assert run(scenario)[2].batches == [("a", 1), ("b", 2), ("a", 1)]
 
 
+def test_a_batch_takes_a_task_of_each_owner_in_turn():
+    """And beside others no more of one than takes a moment: here, where the first took long, one."""
+
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
+        first = await occupied(busy, device)
+        many = [asyncio.create_task(busy.submit("a", 100 + place, 1, soon(), "camera")) for place in range(10)]
+        while busy.waiting("a") < len(many):
+            await asyncio.sleep(0.001)
+        other = asyncio.create_task(busy.submit("a", 7, 1, soon(), "other"))
+        while busy.waiting("a") <= len(many):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        device.go_on.set()
+        assert [await each for each in (first, other, *many)][:2] == [2, 14]
+
+    assert run(scenario)[1].seen[:3] == [[1], [100, 7], [101]]
+
+
+def test_kinds_take_turns_however_much_of_one_waits():
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
+        first = await occupied(busy, device)
+        many = [asyncio.create_task(busy.submit("a", place, 8, soon())) for place in range(4)]
+        while busy.waiting("a") < 32:
+            await asyncio.sleep(0.001)
+        other = asyncio.create_task(busy.submit("b", 7, 1, soon()))
+        while not busy.waiting("b"):
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        await asyncio.gather(first, other, *many)
+
+    assert run(scenario)[2].batches[:2] == [("a", 1), ("b", 1)]
+
+
 def test_one_failure_is_its_callers_alone():
     (three, bad, four), _, _ = run(lambda busy, device: behind_another(busy, device, [3, "bad", 4]))
     assert (three, four) == (6, 8)

@@ -28,6 +28,7 @@ from plsc.data import decode_image
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.errors import DataError
 from plsc.models.preprocessing import Preprocessing
+from plsc.serve.access import Owner
 from plsc.serve.decoding import DecodeProcess, Decoders, decode
 from plsc.serve.settings import Limits
 
@@ -165,10 +166,10 @@ def test_callers_take_turns():
 
     async def run() -> None:
         decoders = Decoders(1, MEGAPIXELS, MEGAPIXELS)
-        first = decoders.submit("a", [lambda p, n=n: work(f"a{n}", p) for n in range(4)], "a")
-        second = decoders.submit("a", [lambda p: work("b0", p)], "a")
-        third = decoders.submit("c", [lambda p: work("c0", p)], "c")
-        fourth = decoders.submit("d", [lambda p: work("d0", p)], "d")
+        first = decoders.submit(Owner("a", "a"), [lambda p, n=n: work(f"a{n}", p) for n in range(4)])
+        second = decoders.submit(Owner("a", "a"), [lambda p: work("b0", p)])
+        third = decoders.submit(Owner("c", "c"), [lambda p: work("c0", p)])
+        fourth = decoders.submit(Owner("d", "d"), [lambda p: work("d0", p)])
         first[3].cancel()
         futures = [*first[:3], *second, *third, *fourth]
         for ended in range(6):  # one after the other
@@ -227,13 +228,13 @@ def test_a_picture_that_nobody_waits_for_is_killed():
         decoders = Decoders(1, 100_000_000, 100_000_000)
         await asyncio.to_thread(decoders.start)
         started = {child.pid for child in children()} - others
-        (future,) = decoders.submit("a", [lambda process: process.decode(bomb, "x")], "a")
+        (future,) = decoders.submit(Owner("a", "a"), [lambda process: process.decode(bomb, "x")])
         await asyncio.sleep(0.5)
         future.cancel()
         while decoders.running:
             await asyncio.sleep(0.01)
         assert started - {child.pid for child in children()}, "it was decoded to its end"
-        (next_one,) = decoders.submit("b", [lambda process: process.decode(picture(1), "x")], "b")
+        (next_one,) = decoders.submit(Owner("b", "b"), [lambda process: process.decode(picture(1), "x")])
         assert (await next_one).pixels.shape == (16, 16, 3)
         await asyncio.to_thread(decoders.close)
 

@@ -1,0 +1,183 @@
+"""What tokens ask for is done in turns of tokens: the many things of one do not keep another's single one waiting."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.live_service import DIM, Live, live_service, vectors
+from support.waiting import held_up, wait_until
+
+from plsc.gallery.values import NewPerson
+from plsc.serve import service, turns
+from plsc.serve.turns import TokenTurns
+
+PLACE = "/v1/collections/staff"
+
+
+@pytest.fixture
+def guarded(tmp_path: Any) -> Iterator[Live]:
+    """A service with the tokens of two cameras, and people in a collection."""
+    callers = {name: {"role": "search", "allow": ["vectors"]} for name in ("camera", "other")}
+    with live_service(tmp_path, callers=callers) as live:
+        live.service.store.create_collection("staff", DIM, "linear-model")
+        people = [NewPerson(row[None], None, {"city": "Bern"}) for row in vectors(4)]
+        live.service.store.add_persons("staff", people, "linear-model")
+        assert live.ask("GET", PLACE, by="other").status_code == 200
+        yield live
+
+
+def send(live: Live, by: str, head: str, body: bytes = b"") -> socket.socket:
+    """A connection on which a token has sent a request; the head's lines end in newlines."""
+    connection = live.connect()
+    full = f"{head}Host: x\nConnection: close\nAuthorization: Bearer {live.secrets[by]}\n\n"
+    connection.sendall(full.replace("\n", "\r\n").encode() + body)
+    return connection
+
+
+def send_search(live: Live, by: str) -> socket.socket:
+    query = {"query": {"vector": vectors(1)[0].tolist()}, "filter": {"city": "Bern"}}
+    body = json.dumps(query).encode()
+    return send(
+        live, by, f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n", body
+    )
+
+
+def statuses(connections: list[socket.socket]) -> set[bytes]:
+    return {connection.makefile("rb").readline().split()[1] for connection in connections}
+
+
+def is_answered(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(30)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without time to spare: who is ahead waits for what others take, however long that takes them."""
+    monkeypatch.setattr(turns, "_LEAST_PART", 0.0)
+    monkeypatch.setattr(turns, "_FULL_PART", 0.0)
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded):
+    """Each chunk of a byte costs a hundred times as much as its bytes."""
+    crumbs = b"1\r\n \r\n" * 5_000 + b"0\r\n\r\n"
+    head = f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nTransfer-Encoding: chunked\n"
+    with contextlib.ExitStack() as closing:
+        dear = []
+        for served in range(60):
+            assert guarded.ask("GET", PLACE, by="other").status_code == 200
+            if served in (10, 11):
+                dear += [closing.enter_context(send(guarded, "camera", head, crumbs)) for _ in range(4)]
+        assert not any(map(is_answered, dear))
+        assert statuses(dear) == {b"400"}, "once the others are done"
+
+
+def test_a_filter_finds_a_thread_that_another_token_does_not_have(guarded):
+    with contextlib.ExitStack() as closing:
+        began, release = closing.enter_context(held_up(guarded.service.store, "prepare_filter"))
+        many = [closing.enter_context(send_search(guarded, "camera")) for _ in range(2 * service.MAX_FILTERED)]
+        for _ in range(service.FILTER_SHARE):
+            assert began.acquire(timeout=30)
+        many.append(closing.enter_context(send_search(guarded, "other")))
+        assert began.acquire(timeout=30), "that of the other, before those of the camera that wait"
+        release.set()
+        assert statuses(many) == {b"200"}
+
+
+def test_the_store_s_threads_are_not_one_token_s(guarded):
+    with contextlib.ExitStack() as closing:
+        began, release = closing.enter_context(held_up(guarded.service.store, "collection"))
+        many = [
+            closing.enter_context(send(guarded, "camera", f"GET {PLACE} HTTP/1.1\n"))
+            for _ in range(2 * service.STORE_THREADS)
+        ]
+        for _ in range(service.STORE_SHARE):
+            assert began.acquire(timeout=30)
+        many.append(closing.enter_context(send(guarded, "other", f"GET {PLACE} HTTP/1.1\n")))
+        assert began.acquire(timeout=30)
+        release.set()
+        assert statuses(many) == {b"200"}
+
+
+@pytest.mark.usefixtures("busy")
+def test_who_has_taken_more_waits_while_others_are_at_work():
+    async def run() -> list[str]:
+        tokens, order, ended = TokenTurns(), [], threading.Event()
+
+        async def answer(name: str) -> None:
+            order.append(name)
+
+        async def work() -> None:
+            while not ended.is_set():
+                tokens.charge("other", 0.001)
+                await tokens.take("other", lambda: answer("other"))
+                await asyncio.sleep(0)
+
+        tokens.charge("camera", 10.0)
+        assert not tokens.must_wait("camera"), "it is alone"
+        tokens.charge("other", 0.001)
+        tokens.charge("camera", 10.0)
+        assert tokens.must_wait("camera")
+        assert not tokens.must_wait("other")
+        working = asyncio.create_task(work())
+        waiting = [asyncio.create_task(tokens.take("camera", lambda: answer("camera"))) for _ in range(3)]
+        while order.count("other") < 100:
+            await asyncio.sleep(0.001)
+        assert "camera" not in order
+        ended.set()
+        await asyncio.gather(working, *waiting)
+        return order
+
+    assert asyncio.run(run())[-3:] == ["camera"] * 3
+
+
+def test_a_token_that_does_next_to_nothing_holds_nobody_up():
+    """Else one could keep another from what nobody wants."""
+
+    async def run() -> int:
+        tokens, served = TokenTurns(), 0
+
+        async def answer() -> None:
+            nonlocal served
+            served += 1
+
+        tokens.charge("camera", 0.0001)
+        for _ in range(2000):
+            tokens.charge("other", 0.005)
+            tokens.charge("camera", 0.00001)
+            await tokens.take("other", answer)
+        return served
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 2000
+
+
+def test_the_crowded_token_is_told(guarded):
+    """A device's queue that one token fills is full for that token alone."""
+    worker: Any = guarded.service.worker
+    wait_until(lambda: worker.waiting("search") == 0)
+    with contextlib.ExitStack() as closing:
+        began, release = closing.enter_context(held_up(guarded.service.store, "search"))
+        many = [closing.enter_context(send_many(guarded, "camera", 256)) for _ in range(12)]
+        assert began.acquire(timeout=30)
+        wait_until(lambda: sum(map(is_answered, many)) >= 7)
+        release.set()
+        assert statuses([closing.enter_context(send_many(guarded, "other", 256))]) == {b"200"}
+        assert statuses(many) == {b"200", b"429"}
+
+
+def send_many(live: Live, by: str, count: int) -> socket.socket:
+    body = json.dumps({"queries": [{"vector": row.tolist()} for row in vectors(count)]}).encode()
+    return send(
+        live, by, f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n", body
+    )
