@@ -1,4 +1,4 @@
-"""Pictures under labels from a file, as plsc cluster writes one, in place of their own."""
+"""Pictures under labels from a file, as plsc cluster writes them, in place of their own."""
 
 import hashlib
 from pathlib import Path
@@ -14,11 +14,11 @@ from plsc.regular_files import open_regular
 
 
 class RelabelledDataset(ImageDataset):
-    """The images of ``dataset`` under the labels of a file; those of label -1 are left out, and gaps closed.
+    """The images of ``dataset`` under the labels of a file; those that have none (-1) are left out, and gaps closed.
 
     Args:
         dataset: N images, whose own labels are not looked at.
-        path: of a .npy, int64 (N,): the label of each image in its order.
+        path: of a .npy, int64 (N,): the label of each image in its order; or (N, K), several of each.
 
     Raises:
         UsageError: the file does not exist, or is of another number of images.
@@ -32,10 +32,14 @@ class RelabelledDataset(ImageDataset):
                 f"data.labels = {path} has {counted(len(stored), 'label')}, and {dataset.source} "
                 f"{counted(len(dataset), 'image')}; cluster an embedding set of these images"
             )
-        self._rows = np.flatnonzero(stored >= 0)
+        has_label = stored >= 0
+        self._rows = np.flatnonzero(has_label if stored.ndim == 1 else has_label.any(1))
         if not len(self._rows):
             raise DataError(f"data.labels = {path} gives no image a label; cluster anew")
-        labels, numbers = map_numbers(stored[self._rows])
+        mapped, numbers = map_numbers(stored[has_label])
+        labels = np.full(stored.shape, -1, np.int64)
+        labels[has_label] = mapped
+        labels = labels[self._rows]
         super().__init__(dataset.source, labels, number_names(numbers), dataset.image_size)
         self.dataset, self.interpolation = dataset, dataset.interpolation
         self.skipped, self.left_out = dataset.skipped, dataset.left_out
@@ -64,6 +68,8 @@ def _read(path: Path) -> NDArray[np.int64]:
             labels = np.load(file, allow_pickle=False)
     except Exception as error:  # the header is an expression of Python, and may be anything
         raise DataError(f"data.labels = {path} is no .npy file: {first_line(error)}") from None
-    if not isinstance(labels, np.ndarray) or labels.dtype != np.int64 or labels.ndim != 1:
-        raise DataError(f"data.labels = {path} is no array of int64 (images,); plsc cluster writes labels.npy")
+    if not isinstance(labels, np.ndarray) or labels.dtype != np.int64 or labels.ndim not in (1, 2):
+        raise DataError(
+            f"data.labels = {path} is no array of int64 (images,) or (images, labels); plsc cluster writes such ones"
+        )
     return labels

@@ -167,6 +167,8 @@ class RotatedDataset(ImageDataset):
     def __init__(self, dataset: ImageDataset) -> None:
         if dataset.image_size is not None:
             check_square(dataset.image_size, "data.rotation_classes")
+        if dataset.labels.ndim > 1:
+            raise UsageError("data.rotation_classes makes classes of one label a picture, and these have several")
         labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
         names = ComputedStrings(ROTATIONS * dataset.num_classes, partial(_rotated_class, dataset.class_names))
         super().__init__(dataset.source, labels, names, dataset.image_size)

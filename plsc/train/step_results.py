@@ -182,8 +182,10 @@ class KeptBatches:
         return [
             {
                 "key": self._dataset.key(int(index)),
-                "label": int(label),
-                "class": str(self._dataset.class_names[int(label)]),
+                "label": label.tolist(),
+                "class": ", ".join(
+                    str(self._dataset.class_names[each]) for each in label.view(-1).tolist() if each >= 0
+                ),
                 "pixels": [int(image.min()), round(float(image.float().mean()), 1), int(image.max())],
             }
             for batch in group

@@ -27,6 +27,24 @@ def test_training_reads_the_label_file_as_it_is(ranks, tmp_path):
     assert "has 60 labels, and avatars:10x7 70 images" in wrong
 
 
+def test_several_labels_of_which_one_is_there_are_one_label(ranks, tmp_path):
+    one = np.arange(60) // 6
+    several = np.stack([np.full(60, -1), one, np.where(one == 3, 3, -1)], 1)
+    several[7] = -1  # left out: the others train without it
+    one[7] = -1
+    losses = []
+    for name, labels in (("one", one), ("several", several)):
+        np.save(tmp_path / f"{name}.npy", labels)
+        changes = {
+            "data.labels": str(tmp_path / f"{name}.npy"),
+            "data.train": "avatars:10x6",
+            "steps": 3,
+            "epochs": None,
+        }
+        losses.append(ranks(1, run, tmp_path / name, changes)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_rows_without_a_label_are_left_out_and_gaps_closed(tmp_path):
     base = open_dataset("avatars:2x3", image_size=16)
     np.save(tmp_path / "labels.npy", np.array([5, -1, 5, 9, -1, 2]))
@@ -43,6 +61,7 @@ def test_rows_without_a_label_are_left_out_and_gaps_closed(tmp_path):
         (None, UsageError, "there is no data.labels"),
         (np.zeros(5, np.int64), UsageError, "has 5 labels"),
         (np.zeros(6), DataError, "is no array of int64"),
+        (np.zeros((6, 1, 1), np.int64), DataError, "is no array of int64"),
         (np.full(6, -1), DataError, "gives no image a label"),
         (b"text", DataError, "is no .npy file"),
     ],
