@@ -40,7 +40,7 @@ def ours(x: torch.Tensor, y: torch.Tensor, classes: int, **options: Any) -> tupl
         loss = head(leaf, y)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step, start
 

@@ -55,6 +55,8 @@ class HeadConfig:
         centers: Sub-centres per class.
         sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
             classes of the batch alone.
+        init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, or
+            an embedding set of labelled images; unset: random rows.
         positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
             (excluded), or are in it as negatives (kept).
         label_reduction: What the losses of a picture's labels become: their mean, or their sum.
@@ -91,6 +93,7 @@ class HeadConfig:
     gradient: str | None = key(None, choices=("exact", "straight_through"), in_stages=True)
     centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
+    init_rows: str = key("")
     positives: str = key("excluded", choices=("excluded", "kept"))
     label_reduction: str = key("mean", choices=("mean", "sum"))
     labels_per_step: int | None = key(None, least=1)

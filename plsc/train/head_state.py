@@ -22,6 +22,7 @@ from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents
+from plsc.train.init_rows import set_first_rows
 
 _MIDDLE = 32767  # of the 16 bits that decide a rounding: to the nearest
 _BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.int8: 7}  # of significand
@@ -75,11 +76,11 @@ def savepoints(components: TrainComponents) -> list[str | None] | None:
 
 
 def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
-    """Set the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
+    """Set first rows and the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
 
     Raises:
-        UsageError: the table's files are of another run.
-        DataError: they are of a run that has checkpoints.
+        UsageError: the table's files are of another run; or as :func:`set_first_rows`.
+        DataError: they are of a run that has checkpoints; or as :func:`set_first_rows`.
     """
     journal = components.head.undo_journal
     if journal is not None and journal.is_adopted:
@@ -87,6 +88,8 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
             journal.refuse_if_adopted()
         components.head.roll_back(0)
     else:
+        if components.config.head.init_rows:
+            set_first_rows(components.head, components.config.head.init_rows)
         _set_savepoint(components, 0)
 
 

@@ -138,6 +138,8 @@ def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool)
         start = f"backbone from init_weights = {config.init_weights}; {anew}"
     else:
         start = f"random weights of seed {config.seed}"
+    if stored is None and config.head.init_rows:
+        start += f"; class table from head.init_rows = {config.head.init_rows}"
     return f"restarted by torchrun: {start}" if restarted else start
 
 

@@ -1,0 +1,82 @@
+"""The class table's first rows from class centres: ``head.init_rows``."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.errors import DataError, UsageError, first_line
+from plsc.head import ShardedHead
+from plsc.head.class_table import SMALLEST_NORM
+from plsc.regular_files import open_regular
+
+_ROWS = 65536  # of a source that are read at a time
+_FIRST_NORM = 0.01  # a random row's elements have this deviation
+
+
+def set_first_rows(head: ShardedHead, source: str) -> None:
+    """Let the rows of this rank's classes begin at centres of ``source``; a class that has none keeps its random rows.
+
+    All sub-centres of a class begin near its centre, apart by what their random rows differ. Directions are the
+    centres'; norms are those that random rows have, so that learning rates mean what they do otherwise.
+
+    Args:
+        head: that has seen no batch.
+        source: FILE.npy, (C, D) floating point, a row for each class; or an embedding set, whose unit embeddings are
+            averaged by label.
+
+    Raises:
+        UsageError: it does not exist, or is of another number of classes or another width.
+        DataError: it cannot be read.
+    """
+    first, stop = head.class_range
+    centres = _of_set(head, source) if Path(source).is_dir() else _of_file(head, source)
+    rows = head.weight.detach().view(stop - first, head.centers, head.dim)
+    norm = _FIRST_NORM * head.dim**0.5
+    for start in range(0, stop - first, _ROWS):
+        part = torch.from_numpy(np.array(centres[start : start + _ROWS], dtype=np.float32)).to(rows.device)
+        length = torch.linalg.vector_norm(part, dim=1)
+        known = torch.isfinite(length) & (length > SMALLEST_NORM)
+        unit = part / length.clamp(min=SMALLEST_NORM)[:, None]
+        before = rows[start : start + _ROWS].float()
+        spread = before / 10 if head.centers > 1 else torch.zeros_like(before)
+        moved = unit[:, None] * norm + spread
+        rows[start : start + _ROWS] = torch.where(known[:, None, None], moved, before).to(rows.dtype)
+
+
+def _of_file(head: ShardedHead, source: str) -> NDArray[np.floating]:
+    """The rows of this rank's classes, mapped."""
+    if not Path(source).exists():
+        raise UsageError(f"there is no head.init_rows = {source}; give a .npy of class centres, or an embedding set")
+    try:
+        with open_regular(Path(source)):
+            centres = np.load(source, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(f"head.init_rows = {source} is no .npy file: {first_line(error)}") from None
+    if not isinstance(centres, np.ndarray) or centres.dtype.kind != "f" or centres.ndim != 2:
+        raise DataError(f"head.init_rows = {source} is no array (classes, D) of floating point numbers")
+    if centres.shape != (head.num_classes, head.dim):
+        wanted = f"({head.num_classes}, {head.dim})"
+        raise UsageError(f"head.init_rows = {source} is {centres.shape}, the class table {wanted}; give such centres")
+    return centres[slice(*head.class_range)]
+
+
+def _of_set(head: ShardedHead, source: str) -> NDArray[np.floating]:
+    """The sums of unit embeddings of this rank's classes, in float64."""
+    embeddings = EmbeddingSet(source)
+    if embeddings.dim != head.dim or len(embeddings.class_names) > head.num_classes:
+        raise UsageError(
+            f"head.init_rows = {source} has {len(embeddings.class_names)} classes of width {embeddings.dim}, and the "
+            f"class table {head.num_classes} of {head.dim}; embed the training data by a model of this width"
+        )
+    first, stop = head.class_range
+    sums = np.zeros((stop - first, head.dim))
+    for start in range(0, len(embeddings), _ROWS):
+        part = slice(start, min(start + _ROWS, len(embeddings)))
+        own = (embeddings.labels[part] >= first) & (embeddings.labels[part] < stop)
+        rows = embeddings.rows(part.start, part.stop)[own].astype(np.float64)
+        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), SMALLEST_NORM)
+        np.add.at(sums, embeddings.labels[part][own] - first, rows)
+    return sums

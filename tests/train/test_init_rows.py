@@ -1,0 +1,83 @@
+"""The class table's first rows: head.init_rows."""
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_runs import run
+
+import plsc
+from plsc.embedding.set_writer import write_embedding_set
+from plsc.errors import DataError, UsageError
+from plsc.parallel.collectives import all_gather_rows
+from plsc.train.init_rows import set_first_rows
+
+
+def first_rows(mesh, source, options):
+    """The table of all ranks, and its 1/norms, after :func:`set_first_rows`; and the random one before."""
+    head = plsc.ShardedHead(8, 7, mesh, **options)
+    before = all_gather_rows(head.weight.detach().clone(), mesh)
+    set_first_rows(head, str(source))
+    norms = all_gather_rows(head.inverse_norms().reciprocal(), mesh)
+    return before.float(), all_gather_rows(head.weight.detach().clone(), mesh).float(), norms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_dtype": "bfloat16"}, {"placement": "mmap"}, {"centers": 2}],
+    ids=lambda options: str(options),
+)
+def test_rows_begin_at_centres_with_the_norm_of_random_rows(ranks, tmp_path, options):
+    centres = np.random.default_rng(0).normal(size=(7, 8)).astype(np.float32) * 5
+    centres[3] = 0
+    np.save(tmp_path / "centres.npy", centres)
+    options = {name: f"mmap:{tmp_path}/table" if value == "mmap" else value for name, value in options.items()}
+    before, after, norms = ranks(2, first_rows, tmp_path / "centres.npy", options)[0]
+    count = options.get("centers", 1)
+    expected = torch.from_numpy(centres / np.linalg.norm(centres, axis=1, keepdims=True).clip(1e-9)) * 0.01 * 8**0.5
+    expected[3] = 0
+    kept = before.view(7, count, 8)
+    wanted = expected[:, None] + (kept / 10 if count > 1 else 0)
+    wanted[3] = kept[3]
+    torch.testing.assert_close(
+        after.view(7, count, 8), wanted, rtol=2**-7 if "weight_dtype" in options else 1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(norms.double(), after.double().norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_rows_begin_at_the_means_of_a_sets_labels(ranks, tmp_path):
+    generator = np.random.default_rng(1)
+    rows, labels = generator.normal(size=(40, 8)).astype(np.float32), generator.integers(0, 6, 40)
+    names = [str(number) for number in range(7)]
+    write_embedding_set(tmp_path / "set.emb", rows, contract_id="c", labels=labels, class_names=names)
+    before, after, _ = ranks(2, first_rows, tmp_path / "set.emb", {})[0]
+    unit = rows.astype(np.float64) / np.linalg.norm(rows, axis=1, keepdims=True)
+    for label in range(6):
+        mean = unit[labels == label].sum(0)
+        assert np.allclose(after[label], mean / np.linalg.norm(mean) * 0.01 * 8**0.5, rtol=1e-5)
+    assert torch.equal(after[6], before[6])
+
+
+def test_a_run_starts_from_centres_and_says_so(ranks, tmp_path):
+    np.save(tmp_path / "centres.npy", np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32))
+    changes = {"head.init_rows": str(tmp_path / "centres.npy"), "data.train": "avatars:6x4", "embedding_dim": 16}
+    ranks(1, run, tmp_path / "run", {**changes, "steps": 2, "epochs": None})
+    assert "class table from head.init_rows" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, UsageError, "there is no head.init_rows"),
+        (np.zeros((7, 9), np.float32), UsageError, r"is \(7, 9\), the class table \(7, 8\)"),
+        (np.zeros((7, 8), np.int64), DataError, "no array"),
+        (b"text", DataError, "is no .npy file"),
+    ],
+)
+def test_what_is_no_centres_is_refused(tmp_path, content, error, message):
+    path = tmp_path / "centres.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content)
+    with pytest.raises(error, match=message):
+        set_first_rows(plsc.ShardedHead(8, 7), str(path))
