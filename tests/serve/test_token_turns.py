@@ -62,14 +62,14 @@ def is_answered(connection: socket.socket) -> bool:
 
 
 @pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without time to spare: who is ahead waits for what others take, however long that takes them."""
+def busy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine without time to spare, until it is undone: who is ahead waits for what others take, however slowly."""
     monkeypatch.setattr(turns, "_LEAST_PART", 0.0)
     monkeypatch.setattr(turns, "_FULL_PART", 0.0)
+    return monkeypatch
 
 
-@pytest.mark.usefixtures("busy")
-def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded):
+def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
     """Each chunk of a byte costs a hundred times as much as its bytes."""
     crumbs = b"1\r\n \r\n" * 5_000 + b"0\r\n\r\n"
     head = f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nTransfer-Encoding: chunked\n"
@@ -80,6 +80,7 @@ def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded):
             if served in (10, 11):
                 dear += [closing.enter_context(send(guarded, "camera", head, crumbs)) for _ in range(4)]
         assert not any(map(is_answered, dear))
+        busy.undo()
         assert statuses(dear) == {b"400"}, "once the others are done"
 
 
@@ -110,8 +111,7 @@ def test_the_store_s_threads_are_not_one_token_s(guarded):
         assert statuses(many) == {b"200"}
 
 
-@pytest.mark.usefixtures("busy")
-def test_who_has_taken_more_waits_while_others_are_at_work():
+def test_who_has_taken_more_waits_while_others_are_at_work(busy):
     async def run() -> list[str]:
         tokens, order, ended = TokenTurns(), [], threading.Event()
 
@@ -136,6 +136,7 @@ def test_who_has_taken_more_waits_while_others_are_at_work():
             await asyncio.sleep(0.001)
         assert "camera" not in order
         ended.set()
+        busy.undo()
         await asyncio.gather(working, *waiting)
         return order
 
