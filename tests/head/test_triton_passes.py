@@ -17,6 +17,7 @@ from plsc.head.class_table import ClassRows
 
 S = 30.0
 TILES = {"straight": Tile(16, 16, 32), "flipped": Tile(16, 32, 16, flipped=True)}
+SHAPES = [*TILES, "stored"]
 SUMS = 1e-5
 # Triton's interpreter cuts bfloat16 off where a GPU rounds: twice the error, and always towards zero
 GRADIENTS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -46,8 +47,9 @@ def problem(
 def by_kernels(given: dict, tile: str = "straight", chunk: int = 32, precision: str = "ieee") -> tuple:
     """Sums, pull and gradient."""
     backend = TritonBackend("tested", dim=given["rows"].weight.shape[1], with_passes=True, fp32_precision=precision)
+    backend = backend.in_shape(stored=tile == "stored")
     rows, batch = given["rows"], given["batch"]
-    with force_tile(TILES[tile]):
+    with force_tile(TILES.get(tile, TILES["straight"])):
         partial = backend.first_pass(rows, batch, chunk, with_grad=True)
         samples = given["log_z"], given["scale"], given["target_grad"]
         pieces = list(backend.second_pass(PassInputs(rows, batch, *samples, chunk, given["member"])))
@@ -85,7 +87,7 @@ def check(got: tuple, given: dict, limit: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", list(TILES))
+@pytest.mark.parametrize("tile", SHAPES)
 @pytest.mark.parametrize(
     ("classes", "batch", "dim", "options"),
     [
