@@ -68,7 +68,7 @@ def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[
         product(chunk.weight, features.t(), precision, out=scores[held])
         _launch(
             kernels.probabilities,
-            -(-(chunk.stop - chunk.start) // _block(rows.centers)),
+            -(-(chunk.stop - chunk.start) // launch_options(rows.centers)["BLOCK_N"]),
             chunk,
             scores=scores,
             position=position,
@@ -91,9 +91,12 @@ def _scratch(rows: ClassRows, classes: int, features: Tensor) -> tuple[Tensor, T
     )
 
 
-def _block(centers: int) -> int:
-    """Classes that a program has in registers, with all of their centres."""
-    return max(_ROWS >> (centers - 1).bit_length(), 2)
+def launch_options(centers: int) -> dict[str, Any]:
+    """Constants and options of the kernels: a program has BLOCK_N classes with all of their centres in registers."""
+    classes = max(_ROWS >> (centers - 1).bit_length(), 2)
+    return {
+        "CENTERS": centers, "BLOCK_B": _SAMPLES, "BLOCK_N": classes, "num_warps": _WARPS, "enable_fp_fusion": True
+    }  # fmt: skip
 
 
 def _launch(kernel: Any, parts: int, chunk: Chunk, **arguments: Any) -> None:
@@ -106,9 +109,5 @@ def _launch(kernel: Any, parts: int, chunk: Chunk, **arguments: Any) -> None:
             start=chunk.start,
             n=chunk.stop - chunk.start,
             batch=scores.shape[1],
-            CENTERS=chunk.table.centers,
-            BLOCK_B=_SAMPLES,
-            BLOCK_N=_block(chunk.table.centers),
-            num_warps=_WARPS,
-            enable_fp_fusion=True,
+            **launch_options(chunk.table.centers),
         )
