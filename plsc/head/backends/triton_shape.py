@@ -39,7 +39,7 @@ NEVER = sys.maxsize  # samples
 COMPUTED = "computed"  # of a threshold that is to be measured
 SHAPES = ("fused", "stored", "computed")
 _STEP = 128  # samples, to whose multiples a computed number is rounded up
-_LARGE_SHARE = 0.7  # of the sheet's products per second, that large products reach
+LARGE_SHARE = 0.7  # of the sheet's products per second, that large products reach
 _EPILOGUE = 16  # instructions for each logit of a fused pass, beside which its products stand still
 _MEASURED_CLASSES, _MEASURED_BATCHES, _ROUNDS = 1 << 17, (128, 256, 512, 1024, 2048, 4096), 3
 _found: dict[tuple[str, str], int] = {}  # what this process measured or read, by file and key
@@ -56,7 +56,7 @@ class _Speeds:
     memory: float
     cache: float
     instructions: float
-    fused_share: float = _LARGE_SHARE
+    fused_share: float = LARGE_SHARE
 
 
 # A100 80GB, L40S, H100 SXM, B200: data sheets, but for caches, which are as others measured them or about. On a B200
@@ -66,7 +66,7 @@ _SPEEDS = {
     "sm_80": _Speeds(312e12, 2.0e12, 4.5e12, 19e12),
     "sm_89": _Speeds(362e12, 0.86e12, 4.0e12, 45e12),
     "sm_90": _Speeds(989e12, 3.0e12, 5.5e12, 28e12),
-    "sm_100": _Speeds(2250e12, 7.2e12, 9e12, 35e12, fused_share=_LARGE_SHARE * 0.7 / 4.5),
+    "sm_100": _Speeds(2250e12, 7.2e12, 9e12, 35e12, fused_share=LARGE_SHARE * 0.7 / 4.5),
 }
 
 
@@ -138,7 +138,7 @@ def computed(capability: tuple[int, int], shared: int, kind: RowKind) -> int:
         )  # fmt: skip
         shared_by = tile.samples if which == "first" else tile.slots
         fused += _fused_seconds(speeds, tile, flops, row / shared_by) + _EPILOGUE / speeds.instructions
-    stored = 2 * (flops / (_LARGE_SHARE * speeds.products) + (4 + width) / speeds.memory)
+    stored = 2 * (flops / (LARGE_SHARE * speeds.products) + (4 + width) / speeds.memory)
     # the rows twice more, and their gradient in float32, there and back
     by_class = (2 * row + 8 * kind.dim) / speeds.memory
     return NEVER if fused <= stored else -(-int(by_class / (fused - stored) + 1) // _STEP) * _STEP
