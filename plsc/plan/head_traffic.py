@@ -259,4 +259,5 @@ def _features_again(step: _Step) -> int:
         second = 2 * len(step.chunks(2)) * (1 + clips)
     if step.shape(1) == "fused":
         return features * (len(step.launches(1)) + second)
-    return features * (len(step.chunks(1)) + second) + summed * len(step.chunks(1))
+    zeros = step.batch * step.micro_batches * step.dim * _FLOAT + features  # made like them, which counts as read
+    return features * (len(step.chunks(1)) + second) + zeros + summed * len(step.chunks(1))
