@@ -26,10 +26,12 @@ import torch
 
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import SUMMED_CLASSES, update_options
+from plsc.head.backends.triton_stored import launch_options
 from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
 PASSES = ("first_pass", "gradient_pass", "sgd_pass", "adamw_pass")
+STORED = ("exponentials", "probabilities")  # between products of PyTorch's
 # A rule is compiled into a kernel: the kernel, and what it is compiled for.
 _NO_SECOND = dict.fromkeys(("second_moment", "second_scale", "beta2", "rate2", "correction2", "eps"))
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,7 +56,7 @@ _POINTERS = {
     **dict.fromkeys(("first_moment",), "*i8"),
     **dict.fromkeys(("second_moment",), "*bf16"),
     **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient", "parking"), "*fp32"),
-    **dict.fromkeys(("first_scale", "skip"), "*fp32"),
+    **dict.fromkeys(("first_scale", "skip", "scores"), "*fp32"),
 }
 _INTEGERS = dict.fromkeys(("n", "batch", "key", "parks"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
@@ -220,6 +222,8 @@ def variants() -> Iterator[Variant]:
         for kernel in ("sgd_rows", "adamw_rows"):
             yield Variant(kernel, gpu)
             yield Variant(kernel, gpu, listed=True)
+        for kernel in STORED:
+            yield from (Variant(kernel, gpu), Variant(kernel, gpu, centers=8), Variant(kernel, gpu, "fp32"))
 
 
 def _has_tile(gpu: Gpu, dim: int) -> bool:
@@ -230,10 +234,11 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
     """Compile a variant, with ``tile`` instead of its own if given."""
     import triton
 
-    from plsc.head.backends import triton_pass_kernels, triton_update_kernels
+    from plsc.head.backends import triton_pass_kernels, triton_stored_kernels, triton_update_kernels
 
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
     module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
+    module = triton_stored_kernels if variant.kernel in STORED else module
     options, constants = _constants(variant, tile)
     name, of_rule = RULES.get(variant.kernel, (variant.kernel, {}))
     built = compile_for(variant.gpu, getattr(module, name), constants | of_rule, options, variant.dtype)
@@ -290,8 +295,12 @@ def compile_for(
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else _type(name, dtype) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    # torch's pointers are aligned to 16 bytes
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name].startswith("*")}
+    # torch's pointers are aligned to 16 bytes, and usual batches to 16 samples, where a kernel is compiled for that
+    known = [
+        types[parameter.name].startswith("*") or (parameter.name == "batch" and not parameter.do_not_specialize)
+        for parameter in kernel.params
+    ]
+    aligned = {(place,): [["tt.divisibility", 16]] for place, is_known in enumerate(known) if is_known}
     source = ASTSource(kernel, types, constexprs=places, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", gpu.number, 32), options=dict(options))
 
@@ -318,6 +327,9 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
     """The compiler's options, and the values of arguments that a kernel is compiled for."""
     common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False, "LABELS": 1}
     common |= {} if variant.listed else {"index": None, "row_numbers": None}
+    if variant.kernel in STORED:
+        options = launch_options(variant.centers)
+        return options, {name: options.pop(name) for name in ("CENTERS", "BLOCK_B", "BLOCK_N")}
     if tile is None:
         return {"num_warps": 4, "enable_fp_fusion": True}, {**common, "BLOCK_N": 2048 // variant.dim, "BLOCK_D": 512}
     options = tile.options
@@ -334,7 +346,7 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
 
 
 def _type(name: str, dtype: str) -> str:
-    if name in ("weight", "features"):
+    if name in ("weight", "features", "weights"):
         return f"*{dtype}"
     return (_POINTERS | _INTEGERS).get(name, "fp32")
 

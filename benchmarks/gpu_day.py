@@ -35,7 +35,7 @@ NAMES = {
     "compile": "the kernels against float64, and how long each took to compile",
     "doctor": "versions, kernels against float64, rates, collectives, a training step, plan beside measured",
     "checks": "the head against float64 at 2 million classes, with eight places to park gradients",
-    "shapes": "steps and passes at B = 128, 512, 1,024, in bf16 and TF32, by torch, gradient stored and fused",
+    "shapes": "steps and passes at B = 128, 512, 1,024, bf16 and TF32: by torch, logits or gradient stored, fused",
     "counters": "what ncu counts of a launch of each pass",
     "sanitizer": "compute-sanitizer over a small step",
     "placement": "a table in host memory with and without CUDA_LAUNCH_BLOCKING, bit by bit",

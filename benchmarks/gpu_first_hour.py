@@ -48,7 +48,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "tf32": {"weight_dtype": torch.float32, "momentum_dtype": torch.float32, "fp32_precision": "tf32"},
 }
 NUMBER_BYTES = {"bf16": (2, 1), "tf32": (4, 4)}  # of weights and of momentum
-PASSES = ("first_pass", "gradient_pass", "update_pass")  # the kernels' names
+PASSES = ("first_pass", "gradient_pass", "update_pass", "exponentials", "probabilities")  # the kernels' names
+FUSED, STORED = partial(checks.in_shape, stored=False), partial(checks.in_shape, stored=True)
 METRICS = {
     "gpu__time_duration.sum": "time",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe, % of its peak",
@@ -147,7 +148,8 @@ def time_shape(clock: Clock, precision: str, classes: int, dim: int, batch: int)
     works: dict[tuple[str, str], Callable[[], object]] = {
         ("step", "torch"): inside(partial(checks.plain_path, optimizer), step),
         ("step", "gradient stored"): inside(checks.gradient_stored, step),
-        ("step", "fused"): step,
+        ("step", "fused"): inside(FUSED, step),
+        ("step", "logits stored"): inside(STORED, step),
         **kernels_of(head, x, y),
     }
     names = {f"{part}, {way}": (part, way) for part, way in works}
@@ -192,10 +194,10 @@ def kernels_of(head: plsc.ShardedHead, x: Tensor, y: Tensor) -> dict[tuple[str, 
         ("pass 2", "torch"): inside(checks.plain_path, second),
     }
     if runs_on(device):
-        works[("pass 1", "kernel")], works[("pass 2", "kernel")] = first, second
-        works[("pass 2 + update", "kernel")] = lambda: backend.update_pass(
-            inputs, update_rows, lambda chunk: {"momentum": state}, update
-        )
+        together = partial(backend.update_pass, inputs, update_rows, lambda chunk: {"momentum": state}, update)
+        for name, shape in (("kernel", FUSED), ("logits stored", STORED)):
+            works[("pass 1", name)], works[("pass 2", name)] = inside(shape, first), inside(shape, second)
+            works[("pass 2 + update", name)] = inside(shape, together)
     return works
 
 
@@ -203,13 +205,12 @@ def kernels_of(head: plsc.ShardedHead, x: Tensor, y: Tensor) -> dict[tuple[str, 
 
 
 def launch_once(classes: int) -> Report:
-    """Two exact steps with the update fused, and one with the gradient stored: what counters and sanitizers watch."""
+    """Steps with the update fused, the gradient stored, and the logits: what counters and sanitizers watch."""
     head, optimizer = checks.some_head(this_device(), classes, DIM)
     x, y = checks.some_batch(this_device(), classes, DIM, 512)
-    for _ in range(2):
-        training_step(head, optimizer, x, y)
-    with checks.gradient_stored():
-        training_step(head, optimizer, x, y)
+    for way in (FUSED, FUSED, checks.gradient_stored, STORED):
+        with way():
+            training_step(head, optimizer, x, y)
     return {"note": "launched"}
 
 

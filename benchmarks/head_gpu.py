@@ -15,8 +15,8 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,10 +198,11 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
 
 
 def time_steps(clock: Clock, sizes: Sizes, table: Table, optimizer: Any, step: Callable[[], float]) -> None:
-    """Whole steps without kernels, with them, and with the gradient stored between pass 2 and the update."""
+    """Whole steps without kernels; fused, with logits stored, and with the gradient stored before the update."""
     ways: dict[str, Way] = {
         "torch": partial(checks.plain_path, optimizer),
-        "kernels": nullcontext,
+        "kernels": partial(checks.in_shape, stored=False),
+        "kernels, logits stored": partial(checks.in_shape, stored=True),
         "kernels, gradient stored": checks.gradient_stored,
     }
     works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
@@ -232,10 +233,18 @@ def passes_over(backend: TorchBackend, rows: ClassRows, batch: Batch, chunk: int
 
 def ways_of_a_pass() -> dict[str, Way]:
     """By torch, by the kernels as they ship, and with other tiles."""
-    ways: dict[str, Way] = {"torch": checks.plain_path, "kernels": nullcontext}
+    ways: dict[str, Way] = {"torch": checks.plain_path, "kernels": partial(checks.in_shape, stored=False)}
+    ways["kernels, logits stored"] = partial(checks.in_shape, stored=True)
     for tile in TILES:
-        ways[f"tile {_named(tile)}"] = partial(force_tile, tile)
+        ways[f"tile {_named(tile)}"] = partial(_fused_with, tile)
     return ways
+
+
+@contextmanager
+def _fused_with(tile: Tile) -> Iterator[None]:
+    """Take ``tile`` in fused passes."""
+    with checks.in_shape(stored=False), force_tile(tile):
+        yield
 
 
 def inside(way: Way, work: Callable[[], object]) -> Callable[[], None]:

@@ -5,7 +5,8 @@ They also run where TRITON_INTERPRET=1, on the CPU, at smaller sizes.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -38,8 +39,15 @@ def plain_path(optimizer: plsc.HeadSGD | None = None) -> Iterator[None]:
 
 @contextmanager
 def gradient_stored() -> Iterator[None]:
-    """Update by a kernel of its own within, behind pass 2, as where replicas sum the gradient."""
-    with patch.object(TritonBackend, "update_pass", TorchBackend.update_pass):
+    """Update by a kernel of its own within, behind a fused pass 2, as where replicas sum the gradient."""
+    with in_shape(stored=False), patch.object(TritonBackend, "update_pass", TorchBackend.update_pass):
+        yield
+
+
+@contextmanager
+def in_shape(*, stored: bool) -> Iterator[None]:
+    """Let Triton's passes store their logits within, whatever the batch, or never."""
+    with patch.object(TritonBackend, "_stores", lambda backend, batch: stored):
         yield
 
 
@@ -65,12 +73,14 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def passes_agree(device: torch.device, classes: int = 5000, dim: int = 512, batch: int = 200) -> str:
-    """Sums, pull and gradient against the formula in float64, by every way to multiply."""
+    """Sums, pull and gradient against the formula in float64, by every way to multiply, in both shapes."""
     worst = 0.0
-    for dtype, precision, limit in (
-        (torch.bfloat16, "ieee", 1.2e-2),
-        (torch.float32, "tf32", 2e-2),
-        (torch.float32, "bf16x3", 1e-3),
+    for dtype, precision, limit, stored in (
+        (torch.bfloat16, "ieee", 1.2e-2, False),
+        (torch.bfloat16, "ieee", 1.2e-2, True),
+        (torch.float32, "tf32", 2e-2, False),
+        (torch.float32, "tf32", 2e-2, True),
+        (torch.float32, "bf16x3", 1e-3, False),
     ):
         generator = torch.Generator(device).manual_seed(1)
         weight = torch.randn(classes, dim, generator=generator, device=device).to(dtype)
@@ -80,6 +90,7 @@ def passes_agree(device: torch.device, classes: int = 5000, dim: int = 512, batc
         log_z, pull = torch.full((batch,), 9.0, device=device), torch.full((batch,), -0.5, device=device)
         given = Batch(x, position, torch.zeros(batch, device=device), plsc.ArcFace(s=64.0), {})
         backend = TritonBackend("checked", dim=dim, with_passes=True, fp32_precision=precision)  # type: ignore[arg-type]
+        backend = backend.in_shape(stored=stored)
         got = backend.first_pass(rows, given, 2048, with_grad=True)
         pieces = backend.second_pass(PassInputs(rows, given, log_z, log_z, pull, 2048))
         gradient = torch.cat([piece for _, piece in pieces])
@@ -139,7 +150,7 @@ def fused_steps_agree(device: torch.device, classes: int = 20_000, dim: int = 51
     worst = 0.0
     for make in (plsc.HeadSGD, plsc.HeadAdamW):
         tables = []
-        for way in (nullcontext, gradient_stored):
+        for way in (partial(in_shape, stored=False), gradient_stored):
             head, _ = some_head(device, classes, dim)
             optimizer = make(head, lr=0.01)
             x, y = some_batch(device, classes, dim, batch)

@@ -24,7 +24,7 @@ from plsc.head.backends.self_check import (
     has_update_pass,
     on_one_thread,
 )
-from plsc.head.backends.triton_backend import is_interpreted, runs_on
+from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
 from plsc.index import faiss_gpu
@@ -190,6 +190,8 @@ def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tup
     shape = HeadShape(shard.device, shard.dtype, shard.dim, shard.centers, ArcFace(), shard.fp32_precision)
     backend = select_backend(shape, backend_name)
     yield "passes", partial(check_passes, backend, shard)
+    if isinstance(backend, TritonBackend) and backend.takes_passes and shape.row_kind.can_be_stored:
+        yield "passes, logits stored", partial(check_passes, backend.in_shape(stored=True), shard)
     for name, kind in _updates():
         if every_update or name == _USUAL[shard.dtype]:
             yield name, partial(check_update, backend, shard, kind)

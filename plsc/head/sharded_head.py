@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.head.backends import HeadShape, choose_backend, fall_back
+from plsc.head.backends import HeadShape, agree_on_shape, choose_backend, fall_back
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
@@ -297,6 +297,8 @@ class ShardedHead(nn.Module):
             self.num_classes,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
+        if not isinstance(self, AbsentHead):
+            agree_on_shape(backend, shape, self.mesh)
         if self.mesh.replicas.world_size == 1:
             return backend
         everyone, shards = all_gather_object((backend.name, _processor(self.mesh.device)), self.mesh), self.mesh.head

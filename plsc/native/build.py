@@ -135,7 +135,7 @@ def _compiled(compiler: str, source: str, path: str | None) -> tuple[Path, str]:
     architecture = _PATHS[path][0] if path is not None else [_NATIVE]
     vectors = ["-mprefer-vector-width=512"] if _X86_64 else []
     flags = [*_FLAGS, *architecture, *vectors]
-    folder = _private_folder()
+    folder = private_folder()
     fingerprint = _fingerprint(compiler, flags, source)
     target = folder / f"{source}-{fingerprint}.so"
     if not target.exists():
@@ -162,7 +162,7 @@ def _native_macros(compiler: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "plsc"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

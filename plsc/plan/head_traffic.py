@@ -11,14 +11,16 @@ from plsc.config import make_margin
 from plsc.devices import Device
 from plsc.head.backends.torch_backend import is_bounded
 from plsc.head.backends.triton_passes import class_parts
+from plsc.head.backends.triton_stored import SUMMED_CLASSES
 from plsc.plan.memory import (
     PROCESSORS,
     WRITES,
+    PassShape,
     chunk_rows,
     clips_head,
     fused_scratch,
     fused_tiles,
-    has_fused_passes,
+    pass_shape,
     row_bytes,
 )
 from plsc.plan.plan_config import PlanConfig
@@ -41,12 +43,14 @@ class HeadTraffic:
 def head_traffic(run: PlanConfig, device: Device) -> HeadTraffic:
     """Count the bytes of a step of ``run`` on one rank."""
     step = _Step(run, device)
-    first = step.micro_batches * (_first_fused(step) if step.is_fused else _first_plain(step))
+    by_shape = {"fused": _first_fused, "stored": _first_stored, "plain": _first_plain}
+    first = step.micro_batches * by_shape[step.shape(1)](step)
     second = _second_updating(step) if step.updates_in_pass else _second_storing(step) + _updated(step)
     clipped = _second_storing(step) + _gradient_norm(step) if clips_head(run) else 0
     return HeadTraffic(
         first + second + clipped + _drawn(step) + _staged(step),
-        step.micro_batches * (_samples(step) + (_partial_sums(step) if step.is_fused else 0)) + _features_again(step),
+        step.micro_batches * (_samples(step) + (_partial_sums(step) if step.shape(1) == "fused" else 0))
+        + _features_again(step),
     )
 
 
@@ -65,9 +69,14 @@ class _Step:
         self.is_copied = run.placement != "device"  # rows come from the host's memory
         self.is_streamed = self.is_copied and not self.is_sampled  # each pass copies the whole table, chunk by chunk
         self.is_listed = self.is_sampled and not self.is_copied  # rows are found by a list of their numbers
-        self.is_fused = has_fused_passes(run, device)
-        self.updates_in_pass = self.is_fused and run.replicas == 1  # before a row's gradient leaves the cache
+        self.updates_in_pass = (
+            self.shape(2) == "fused" and run.replicas == 1
+        )  # before a row's gradient leaves the cache
         self.changes_negatives = make_margin(run.config.head).changes_negatives
+
+    def shape(self, passes: int) -> PassShape:
+        """Of pass 1, or 2."""
+        return pass_shape(self.run, self.device, passes)
 
     def chunks(self, passes: int) -> range:
         """The first row of each chunk of a pass that stores something for every chunk."""
@@ -91,6 +100,12 @@ def _first_fused(step: _Step) -> int:
     return step.visited * (step.read + _NUMBER * step.is_listed)
 
 
+def _first_stored(step: _Step) -> int:
+    """Pass 1 with stored logits: those, and the rows that both products and the norms' two factors read."""
+    logit = _stored_logit(step) + 2 * _NUMBER / SUMMED_CLASSES
+    return int(step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + _FLOAT))
+
+
 def _first_plain(step: _Step) -> int:
     """Pass 1 by PyTorch: its logits, and the rows that both products and the norms' two factors read."""
     # the weighted logits are divided by norms; product read; exp, its sum
@@ -108,9 +123,12 @@ def _second_updating(step: _Step) -> int:
 
 
 def _second_storing(step: _Step) -> int:
-    """Pass 2 with a gradient that is stored: by a kernel, or by PyTorch with its logits."""
+    """Pass 2 with a gradient that is stored: by kernels, or by PyTorch with its logits."""
     gradient = step.dim * _FLOAT
-    if step.is_fused:
+    if step.shape(2) == "stored":
+        logits = _stored_logit(step) * step.batch * step.micro_batches
+        return step.updated * (logits + _listed_rows(step) + _FLOAT + gradient)
+    if step.shape(2) == "fused":
         return step.updated * (step.read + _NUMBER * step.is_listed + gradient)
     slope = 12 if step.changes_negatives else 0
     # log Z taken off, exp, times the scale, the slope; rounded; product read
@@ -128,8 +146,13 @@ def _gradient_norm(step: _Step) -> int:
     row = 4 + 4 + step.width + 4 + 4  # its norm; times the row, its sum
     # 1/norm; norm, its square; sum, times 1/norm; taken off, no less than 0, square of 1/norm, times it; summed
     numbers = 12 + 8 + 16 + 8 + 24 + 32 + 16 + 16 + 24 + 8
-    listed = _listed_rows(step) - step.columns["class weights"] if step.is_fused and step.is_listed else 0
+    listed = _listed_rows(step) - step.columns["class weights"] if step.shape(2) == "fused" and step.is_listed else 0
     return step.updated * (row * step.dim + numbers + listed)
+
+
+def _stored_logit(step: _Step) -> int:
+    """Of each logit between the products of a pass: its score and its weight, written and read."""
+    return 2 * (_FLOAT + step.width)
 
 
 def _logits(step: _Step) -> int:
@@ -229,9 +252,12 @@ def _features_again(step: _Step) -> int:
     features = step.batch * step.micro_batches * step.dim * step.width
     summed = step.batch * step.micro_batches * step.dim * (_FLOAT + 12)
     storing = not step.updates_in_pass
-    if step.is_fused:
-        second = len(step.chunks(2)) if storing else len(step.launches(2))
-        clipped = len(step.chunks(2)) if clips_head(step.run) else 0
-        return features * (len(step.launches(1)) + second + clipped)
-    passes = len(step.chunks(1)) + 2 * len(step.chunks(2)) * (1 + clips_head(step.run))
-    return features * passes + summed * len(step.chunks(1))
+    clips = clips_head(step.run)
+    if step.shape(2) == "fused":
+        second = len(step.chunks(2)) * (storing + clips) + len(step.launches(2)) * (not storing)
+    else:
+        second = 2 * len(step.chunks(2)) * (1 + clips)
+    if step.shape(1) == "fused":
+        return features * (len(step.launches(1)) + second)
+    zeros = step.batch * step.micro_batches * step.dim * _FLOAT + features  # made like them, which counts as read
+    return features * (len(step.chunks(1)) + second) + zeros + summed * len(step.chunks(1))

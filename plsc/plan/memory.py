@@ -2,15 +2,17 @@
 
 import functools
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from plsc.config import Config, DataConfig, ParallelConfig, make_margin
 from plsc.devices import Device
-from plsc.head.backends import HeadShape, why_no_triton_passes
+from plsc.head.backends import HeadShape, why_no_triton_passes, why_not_fused
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
+from plsc.head.backends.triton_shape import computed as stored_from
+from plsc.head.backends.triton_stored import SUMMED_CLASSES
 from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
 from plsc.head.undo_journal import journal_bytes
@@ -31,6 +33,7 @@ _PLAIN_COPIES = 7
 PROCESSORS = 132  # of an H100
 _HOPPER_SHARED = 227 << 10  # bytes of shared memory that a block of threads may have there
 _FLOAT = 4
+PassShape = Literal["plain", "fused", "stored"]
 _PASSES: tuple[Pass, Pass] = ("first", "second")
 WRITES = 3  # copies of rows of a host table whose updates return, at most; one more is in use, and one fetched ahead
 
@@ -172,11 +175,19 @@ def _member(run: PlanConfig) -> int:
     return run.updated_rows // run.config.head.centers * run.group_batch * run.micro_batches
 
 
-def has_fused_passes(run: PlanConfig, device: Device) -> bool:
-    """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
+def pass_shape(run: PlanConfig, device: Device, passes: int) -> PassShape:
+    """What makes pass 1, or 2: PyTorch ("plain"), or Triton's kernels, "fused" or with logits "stored".
+
+    From how many samples on they are stored is computed, as for an H100.
+    """
     head, (dtype, precision) = run.config.head, _numbers(run)
     shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision, run.classes)
-    return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
+    if not device.has_kernels or device.kind != "cuda" or why_no_triton_passes(shape) is not None:
+        return "plain"
+    if not shape.row_kind.can_be_stored:
+        return "fused"
+    least = 0 if why_not_fused(shape) else stored_from((9, 0), _HOPPER_SHARED, shape.row_kind)
+    return "stored" if run.samples_of(passes) >= least else "fused"
 
 
 def _numbers(run: PlanConfig) -> tuple[torch.dtype, Fp32Precision]:
@@ -215,8 +226,10 @@ def _gradients(run: PlanConfig, rows: int) -> int:
 
 def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     """A chunk's scratch: that of the kernels, or of PyTorch's passes."""
-    rows = chunk_rows(run, device, passes=passes)
-    if has_fused_passes(run, device):
+    rows, shape = chunk_rows(run, device, passes=passes), pass_shape(run, device, passes)
+    if shape == "stored":
+        return _stored_block(run, rows, passes=passes)
+    if shape == "fused":
         if passes == 2 and run.replicas > 1:  # which sum the rows' gradient, so that it is stored before the update
             return _gradients(run, rows)
         return fused_scratch(run, run.rows_of(passes))[passes - 1]
@@ -228,10 +241,21 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
 
 def _norm_block(run: PlanConfig, device: Device) -> int:
     """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
-    rows = chunk_rows(run, device)
-    if not has_fused_passes(run, device):
-        return _plain_block(run, rows, passes=2)
-    return _gradients(run, rows)
+    rows, shape = chunk_rows(run, device), pass_shape(run, device, 2)
+    if shape == "fused":
+        return _gradients(run, rows)
+    return (_stored_block if shape == "stored" else _plain_block)(run, rows, passes=2)
+
+
+def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:
+    """A chunk's scratch where kernels take logits that are stored: scores, weights, sums, copies of listed rows."""
+    samples, dim, width = run.samples_of(passes), run.dim, run.weight_width
+    scratch = rows * samples * (_FLOAT + width)
+    copied = dim * width if run.is_sampled else 0
+    if passes == 2:  # the last chunk's copies live until its rows are updated
+        return scratch + min(2 * rows, run.updated_rows) * copied + _gradients(run, rows)
+    sums = rows // (SUMMED_CLASSES * run.config.head.centers) * 8
+    return scratch + rows * copied + samples * (sums + 2 * dim * _FLOAT)
 
 
 def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) -> int:

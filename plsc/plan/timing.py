@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
-from plsc.devices import Device
+from plsc.devices import PRODUCT_SHARE, Device
+from plsc.head.backends.triton_shape import LARGE_SHARE
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
 from plsc.plan.head_traffic import head_traffic
-from plsc.plan.memory import clips_head, row_bytes
+from plsc.plan.memory import clips_head, pass_shape, row_bytes
 from plsc.plan.plan_config import PlanConfig
 
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
+_STORED_SHARE = LARGE_SHARE / PRODUCT_SHARE  # of the speed of large products, as the choice of stored logits takes it
 SUM_BYTES = 8  # a float64: of each sample two in one all-reduce; the other one is the vote on the step
 
 
@@ -68,10 +70,19 @@ def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: 
 
 
 def _products(run: PlanConfig, device: Device) -> float:
-    """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
-    samples = run.group_batch * run.micro_batches
-    flops = 4 * samples * (run.visited_rows + run.updated_rows) * run.config.embedding_dim
-    return flops / (_product_speed(run, device) * HEAD_SHARE)
+    """Two products in each pass: 8·B·C·D over all, shared out between the ranks.
+
+    Those around stored logits are large, and write and read them meanwhile: that is counted as traffic alone.
+    """
+    samples, speed, seconds = run.group_batch * run.micro_batches, _product_speed(run, device), 0.0
+    for passes, rows in ((1, run.visited_rows), (2, run.updated_rows)):
+        flops = 4 * samples * rows * run.config.embedding_dim
+        if pass_shape(run, device, passes) == "stored":
+            moved = samples * rows * (4 + run.weight_width)
+            seconds += max(flops / (speed * _STORED_SHARE) - moved / device.bandwidth, 0.0)
+        else:
+            seconds += flops / (speed * HEAD_SHARE)
+    return seconds
 
 
 def _product_speed(run: PlanConfig, device: Device) -> float:

@@ -175,6 +175,13 @@ SCENARIOS: dict[str, Scenario] = {
         50_000_000,
         {"head.weight_dtype": "float32", "head.momentum_dtype": "float32", "head.fp32_precision": "bf16x3"},
     ),
+    "host memory, logits stored, 8 ranks": Scenario(
+        8, 10_000_000, {"head.placement": "host", "data.batch_size": 128}, steps=3
+    ),
+    "sampled at 0.02, accumulate 2, logits stored, 8 ranks": Scenario(
+        8, 8_000_000, {"head.sample_rate": 0.02, "optim.accumulate": 2, "data.batch_size": 128}
+    ),
+    "three centres, logits stored, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3, "data.batch_size": 128}),
     "three centres, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3}, (0, 7)),
     "adamw, float32, sampled, groups of 4, 8 ranks": Scenario(
         8,

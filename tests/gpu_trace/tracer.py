@@ -276,7 +276,8 @@ class Tracer(TorchDispatchMode):
             self._copy(name, args, kwargs, taken, made)
         if "cuda" in devices:
             self.counts.launches[where] += 1
-            self.counts.moved[f"{where} {name}"] += _bytes(name, taken, made)
+            read = [tensor for tensor in taken if tensor is not kwargs.get("out")]
+            self.counts.moved[f"{where} {name}"] += _bytes(name, read, made)
 
     def _use(self, taken: list[Tensor], written: list[Any], where: str, on_device: bool) -> None:
         """Note which storages an operation reads and writes.

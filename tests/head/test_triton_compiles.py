@@ -17,6 +17,7 @@ from benchmarks.compiled_kernels import (
     GPUS,
     PASSES,
     RULES,
+    STORED,
     Row,
     Variant,
     assemble,
@@ -26,7 +27,8 @@ from benchmarks.compiled_kernels import (
     read,
     variants,
 )
-from plsc.head.backends import triton_pass_kernels, triton_update_kernels
+from plsc.head.backends import triton_pass_kernels, triton_stored_kernels, triton_update_kernels
+from plsc.head.backends.triton_stored import launch_options
 from plsc.head.backends.triton_tiles import Tile
 
 PARKING = {
@@ -44,6 +46,8 @@ RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", 
     Variant("sgd_pass", GPU["sm_90a"], "fp32", "bf16x3"),
     Variant("sgd_rows", GPU["sm_80"]),
     Variant("adamw_rows", GPU["sm_90a"], listed=True),
+    Variant("exponentials", GPU["sm_90a"]),
+    Variant("probabilities", GPU["sm_80"], centers=8),
 ]
 
 
@@ -103,6 +107,17 @@ def test_parking_takes_a_lock_and_is_read_behind_a_barrier(tmp_path, monkeypatch
     free = steps.index("free")
     last = free - 1 - steps[:free][::-1].index("read")
     assert "barrier" in steps[last:free]
+
+
+@pytest.mark.parametrize("kernel", STORED)
+def test_stored_logits_are_read_by_wide_loads(tmp_path, monkeypatch, kernel):
+    """16 bytes at a time, of batches that 16 divides: they are all of the kernels' traffic."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    options = launch_options(1)
+    constants = {name: options.pop(name) for name in ("CENTERS", "BLOCK_B", "BLOCK_N")} | {"member": None}
+    built = compile_for(GPU["sm_90a"], getattr(triton_stored_kernels, kernel), constants, options)
+    assert re.search(r"\bld\.global\S*\.v4\.b32", built.asm["ptx"])
+    assert re.search(r"\bst\.global\S*\.v[24]\.b32", built.asm["ptx"])
 
 
 @pytest.mark.slow

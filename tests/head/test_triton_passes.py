@@ -9,7 +9,14 @@ import torch
 from reference import relative_error
 
 import plsc
-from plsc.head.backends import HeadShape, choose_backend, triton_backend, triton_passes, why_no_triton_passes
+from plsc.head.backends import (
+    HeadShape,
+    choose_backend,
+    triton_backend,
+    triton_passes,
+    why_no_triton_passes,
+    why_not_fused,
+)
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_tiles import Tile, force_tile
@@ -17,6 +24,7 @@ from plsc.head.class_table import ClassRows
 
 S = 30.0
 TILES = {"straight": Tile(16, 16, 32), "flipped": Tile(16, 32, 16, flipped=True)}
+SHAPES = [*TILES, "stored"]
 SUMS = 1e-5
 # Triton's interpreter cuts bfloat16 off where a GPU rounds: twice the error, and always towards zero
 GRADIENTS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -46,8 +54,9 @@ def problem(
 def by_kernels(given: dict, tile: str = "straight", chunk: int = 32, precision: str = "ieee") -> tuple:
     """Sums, pull and gradient."""
     backend = TritonBackend("tested", dim=given["rows"].weight.shape[1], with_passes=True, fp32_precision=precision)
+    backend = backend.in_shape(stored=tile == "stored")
     rows, batch = given["rows"], given["batch"]
-    with force_tile(TILES[tile]):
+    with force_tile(TILES.get(tile, TILES["straight"])):
         partial = backend.first_pass(rows, batch, chunk, with_grad=True)
         samples = given["log_z"], given["scale"], given["target_grad"]
         pieces = list(backend.second_pass(PassInputs(rows, batch, *samples, chunk, given["member"])))
@@ -88,7 +97,7 @@ def check(got: tuple, given: dict, limit: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", list(TILES))
+@pytest.mark.parametrize("tile", SHAPES)
 @pytest.mark.parametrize(
     ("classes", "batch", "dim", "options"),
     [
@@ -108,7 +117,7 @@ def test_passes_agree_with_the_formula(interpreter, dtype, tile, classes, batch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "dim"), [(128, 512), (300, 32), (5, 768)])
-@pytest.mark.parametrize("tile", list(TILES))
+@pytest.mark.parametrize("tile", SHAPES)
 def test_wide_rows_and_many_samples(interpreter, batch, dim, tile):
     given = problem(37, batch, dim, torch.bfloat16)
     check(interpreter(by_kernels, given, tile), given, GRADIENTS[torch.bfloat16])
@@ -129,14 +138,21 @@ def test_rounding_to_tf32_has_no_bias(interpreter):
     assert abs(float((got[0] / expected[0]).log().mean())) < 2e-4
 
 
-def test_an_empty_shard_and_a_single_class(interpreter):
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"centers": 8, "some": True})])
+def test_stored_logits_take_rows_of_any_width_and_many_chunks(interpreter, dtype, options):
+    given = problem(300, 131, 40, dtype, **options)
+    check(interpreter(by_kernels, given, "stored", 290), given, GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("tile", ["straight", "stored"])
+def test_an_empty_shard_and_a_single_class(interpreter, tile):
     given = problem(0, 5, 32, torch.bfloat16)
-    total, pull, gradient = interpreter(by_kernels, given)
+    total, pull, gradient = interpreter(by_kernels, given, tile)
     assert not total.any()
     assert not pull.any()
     assert gradient.shape == (0, 32)
     alone = problem(1, 3, 32, torch.bfloat16)
-    check(interpreter(by_kernels, alone), alone, GRADIENTS[torch.bfloat16])
+    check(interpreter(by_kernels, alone, tile), alone, GRADIENTS[torch.bfloat16])
 
 
 def gradients_by_chunk(given: dict, sizes: tuple[int, ...]) -> list:
@@ -160,15 +176,16 @@ def test_features_may_lie_in_memory_in_any_order(interpreter):
         assert torch.equal(got, expected)
 
 
-def without_gradient(given: dict) -> tuple:
-    backend = TritonBackend("tested", dim=32, with_passes=True)
+def without_gradient(given: dict, stored: bool) -> tuple:
+    backend = TritonBackend("tested", dim=32, with_passes=True).in_shape(stored=stored)
     partial = backend.first_pass(given["rows"], given["batch"], 32, with_grad=False)
     return partial.total, partial.grad_embeddings
 
 
-def test_an_evaluation_sums_no_rows(interpreter):
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_evaluation_sums_no_rows(interpreter, stored):
     given = problem(50, 9, 32, torch.bfloat16)
-    total, gradient = interpreter(without_gradient, given)
+    total, gradient = interpreter(without_gradient, given, stored)
     assert gradient is None
     assert relative_error(total, by_formula(given)[0]) < SUMS
 
@@ -222,6 +239,9 @@ def test_other_cases_are_left_to_pytorch(interpreter):
     curricular = interpreter(choice, torch.bfloat16, margin=plsc.CurricularFace())
     assert curricular == passes + "CurricularFace changes the negatives"
     on_gpu = HeadShape(torch.device("cuda"), torch.float32, 512, 1, plsc.ArcFace(), "tf32")
-    assert "TF32" in why_no_triton_passes(on_gpu)
-    assert why_no_triton_passes(replace(on_gpu, fp32_precision="bf16x3")) is None
+    assert "TF32" in why_not_fused(on_gpu)
+    assert why_no_triton_passes(on_gpu) is None  # with stored logits
+    assert why_not_fused(replace(on_gpu, fp32_precision="bf16x3")) is None
+    split = why_no_triton_passes(replace(on_gpu, dim=40, fp32_precision="bf16x3"))
+    assert split == "D is no multiple of 32"  # PyTorch has no products in bf16x3 to store them
     assert not triton_backend.runs_on(torch.device("cpu"))  # in this process, where nothing is interpreted

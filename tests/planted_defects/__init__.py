@@ -5,7 +5,8 @@ Add one where a bug was found that no test would have told, beside the test that
 
 from planted_defects.defect import Defect as Defect
 from planted_defects.defect import planted as planted
+from planted_defects.on_gpus import ON_GPUS
 from planted_defects.training import TRAINING
 from planted_defects.using import USING
 
-DEFECTS = (*TRAINING, *USING)
+DEFECTS = (*TRAINING, *ON_GPUS, *USING)

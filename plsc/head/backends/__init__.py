@@ -11,10 +11,13 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
+from plsc.head.backends.triton_shape import COMPUTED, RowKind, measured, threshold
 from plsc.head.backends.triton_tiles import why_no_tile, why_no_tile_on
 from plsc.head.update_rules import UpdateKind
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
+from plsc.parallel.collectives import broadcast_object
+from plsc.parallel.mesh import Mesh
 from plsc.progress import warn
 
 BACKENDS = ("torch", "cpu", "triton")
@@ -50,6 +53,11 @@ class HeadShape:
         return f"; float32 products: {self.fp32_precision}" if chosen else ""
 
     @property
+    def row_kind(self) -> RowKind:
+        """What the shape of the passes depends on."""
+        return RowKind(self.dtype, self.dim, self.centers, self.fp32_precision)
+
+    @property
     def unusual_logits(self) -> str | None:
         """Why no kernel can take the passes: their logits are s·cos but for the targets', in float32."""
         if self.margin.changes_negatives:
@@ -74,12 +82,40 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> TorchBacke
     backend = select_backend(shape, requested)
     if not backend.takes_passes or _is_too_slow_to_check(backend):
         return backend
-    problem = why_no_passes(backend, Shard(shape.device, shape.dtype, shape.dim, fp32_precision=shape.fp32_precision))
+    shard = Shard(shape.device, shape.dtype, shape.dim, fp32_precision=shape.fp32_precision)
+    problem = why_no_passes(backend, shard)
     if problem is None:
+        _check_stored(backend, shard)
         return backend
     reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
     warn("plsc", f"KERNELS SWITCHED OFF: {reason}; PyTorch computes instead (slower); run plsc doctor")
     return fall_back(shape, reason)
+
+
+def _check_stored(backend: TorchBackend, shard: Shard) -> None:
+    """Let passes whose kernels disagree with float64 where logits are stored store none."""
+    if not isinstance(backend, TritonBackend) or backend.stored_from is None:
+        return
+    problem = why_no_passes(backend.in_shape(stored=True), shard)
+    if problem is not None:
+        warn("plsc", f"KERNELS SWITCHED OFF: passes with stored logits disagree with float64 here: {problem}")
+        backend.stored_from = None
+
+
+def agree_on_shape(backend: TorchBackend, shape: HeadShape, mesh: Mesh) -> None:
+    """Measure from how many samples on ``backend`` is to store logits, where that was computed only. Every rank calls.
+
+    All ranks take what the first one finds.
+    """
+    if shape.device.type != "cuda":
+        return
+    found = backend.stored_from if isinstance(backend, TritonBackend) else None
+    if mesh.is_main and isinstance(backend, TritonBackend) and found is not None and found.source == COMPUTED:
+        shapes = backend.in_shape(stored=False), backend.in_shape(stored=True)
+        found = measured(shape.device, shape.row_kind, *shapes)
+    found = broadcast_object(found, mesh)
+    if isinstance(backend, TritonBackend) and backend.stored_from is not None and found is not None:
+        backend.stored_from = found
 
 
 def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
@@ -130,9 +166,9 @@ def _torch(shape: HeadShape, reason: str) -> TorchBackend:
     return TorchBackend(reason + shape.products, shape.fp32_precision)
 
 
-def why_no_triton_passes(shape: HeadShape) -> str | None:
-    """The reason why PyTorch takes the passes of such a head on a GPU; None: Triton's kernels do."""
-    missing = shape.unusual_logits or why_no_tile(shape.dim, shape.centers, shape.dtype)
+def why_not_fused(shape: HeadShape) -> str | None:
+    """The reason why Triton's passes over such a head's rows have to store their logits; None: they need not."""
+    missing = why_no_tile(shape.dim, shape.centers, shape.dtype)
     missing = missing or why_no_tile_on(shape.device, shape.dim, shape.dtype)
     if shape.dtype == torch.float32 and shape.device.type == "cuda":
         if shape.fp32_precision == "ieee":
@@ -142,13 +178,24 @@ def why_no_triton_passes(shape: HeadShape) -> str | None:
     return missing
 
 
+def why_no_triton_passes(shape: HeadShape) -> str | None:
+    """The reason why PyTorch takes the passes of such a head on a GPU; None: Triton's kernels do, in either shape."""
+    return shape.unusual_logits or (None if shape.row_kind.can_be_stored else why_not_fused(shape))
+
+
 def _triton(shape: HeadShape) -> TritonBackend:
-    unusual = why_no_triton_passes(shape)
+    not_fused = why_not_fused(shape)
+    stored_from = threshold(shape.device, shape.row_kind, not_fused)
+    unusual = shape.unusual_logits or (not_fused if stored_from is None else None)
     reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
     if unusual is not None:
         _check_torchs_products(shape, unusual)
     return TritonBackend(
-        reason + shape.products, dim=shape.dim, with_passes=unusual is None, fp32_precision=shape.fp32_precision
+        reason + shape.products,
+        dim=shape.dim,
+        with_passes=unusual is None,
+        fp32_precision=shape.fp32_precision,
+        stored_from=stored_from if unusual is None else None,
     )
 
 

@@ -17,7 +17,7 @@ _COPIED_CLASSES = 2048  # of pass 2 at a time, where their rows are copied to fl
 _GATHERED_ROWS = 512  # of scattered rows, copied at a time
 
 
-def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee") -> Tensor:
+def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee", *, out: Tensor | None = None) -> Tensor:
     """(n, k) @ (k, m). bfloat16 factors are multiplied as they are and summed and returned in float32.
 
     float32 and float64 factors give their own dtype. Logits must never be rounded to bfloat16: at s = 64 that is an
@@ -27,16 +27,17 @@ def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee") -> Ten
         a, b: the factors, of one dtype.
         fp32_precision: of float32 factors on a GPU, whatever torch's own setting is. PyTorch has no "bf16x3": it is
             computed as "ieee".
+        out: where the result goes, if given.
     """
     if a.dtype == torch.float32 and a.is_cuda:
         with _precision_set(torch.backends.cuda.matmul, "tf32" if fp32_precision == "tf32" else "ieee"):
-            return a @ b
+            return torch.mm(a, b, out=out)
     if a.dtype != torch.bfloat16:
-        return a @ b
+        return torch.mm(a, b, out=out)
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
     with _bfloat16_units():
-        return a.float() @ b.float()
+        return torch.mm(a.float(), b.float(), out=out)
 
 
 class ChunkProducts:

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from copy import copy
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from plsc.head.backends import triton_passes
+from plsc.head.backends import triton_passes, triton_stored
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, StateOf, TorchBackend, Updater
+from plsc.head.backends.triton_shape import NEVER, Threshold
 from plsc.head.backends.triton_update import has_kernel, update_rows
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.update_rules import Update, UpdateKind
@@ -48,30 +50,56 @@ class TritonBackend(TorchBackend):
         dim: D of the table.
         with_passes: take the passes too: logits that are s·cos, and rows that the kernels take.
         fp32_precision: of the passes' products over a float32 table.
+        stored_from: from how many samples on the passes store their logits; None: never.
+
+    Attributes:
+        stored_from: as given. It may be set between steps.
     """
 
     name = "triton"
 
-    def __init__(self, reason: str, *, dim: int, with_passes: bool, fp32_precision: Fp32Precision = "ieee") -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        dim: int,
+        with_passes: bool,
+        fp32_precision: Fp32Precision = "ieee",
+        stored_from: Threshold | None = None,
+    ) -> None:
         super().__init__(reason, fp32_precision)
         self._dim, self.takes_passes, self._precision = dim, with_passes, fp32_precision
+        self.stored_from = stored_from
+
+    def describe(self) -> str:
+        """See :meth:`TorchBackend.describe`."""
+        return super().describe() + (f"; {self.stored_from}" if self.stored_from is not None else "")
+
+    def in_shape(self, *, stored: bool) -> "TritonBackend":
+        """Return a backend that stores logits of every batch, or of none; its name says so."""
+        backend = copy(self)
+        backend.stored_from = Threshold(0 if stored else NEVER, "asked for")
+        backend.name = f"{self.name}, logits stored" if stored else self.name
+        return backend
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`."""
         if not self._takes(batch):
             return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
-        total, grad = triton_passes.first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
+        first_pass = triton_stored.first_pass if self._stores(batch) else triton_passes.first_pass
+        total, grad = first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
         return PartialSoftmax(torch.zeros_like(total, dtype=torch.float32), total, grad)
 
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`."""
         if not self._takes(inputs.batch):
             return super().second_pass(inputs)
-        return triton_passes.second_pass(inputs, self._precision)
+        second_pass = triton_stored.second_pass if self._stores(inputs.batch) else triton_passes.second_pass
+        return second_pass(inputs, self._precision)
 
     def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
-        """See :meth:`TorchBackend.update_pass`. With a kernel as ``updater``, both are one launch."""
-        if updater is update_rows and self._takes(inputs.batch):
+        """See :meth:`TorchBackend.update_pass`. With a kernel as ``updater``, fused passes make both in one launch."""
+        if updater is update_rows and self._takes(inputs.batch) and not self._stores(inputs.batch):
             triton_passes.update_pass(inputs, self._precision, state, update)
             return
         super().update_pass(inputs, updater, state, update)
@@ -81,6 +109,14 @@ class TritonBackend(TorchBackend):
         return update_rows if has_kernel(kind, self._dim) else super().updater(kind)
 
     def _takes(self, batch: Batch) -> bool:
-        labels = batch.position.shape[1] if batch.position.dim() > 1 else 1
-        # a group without a sample has no block to launch
-        return self.takes_passes and len(batch.features) > 0 and labels <= triton_passes.MOST_LABELS
+        if not self.takes_passes or len(batch.features) == 0:  # a group without a sample has no block to launch
+            return False
+        if batch.position.dim() == 1:
+            return True
+        is_fused = self.stored_from is None or self.stored_from.samples > 0
+        return is_fused and batch.position.shape[1] <= triton_passes.MOST_LABELS
+
+    def _stores(self, batch: Batch) -> bool:
+        """Whether logits are stored, whose kernels take one label a sample."""
+        is_large = self.stored_from is not None and len(batch.features) >= self.stored_from.samples
+        return is_large and batch.position.dim() == 1

@@ -141,12 +141,12 @@ def why_no_tile_on(device: torch.device, dim: int, dtype: torch.dtype) -> str | 
     """The reason why the GPU that is there has no tile for rows that others have one for; None: it has."""
     if dtype != torch.bfloat16 or device.type != "cuda" or not torch.cuda.is_available():
         return None
-    capability, shared = _properties(device)
-    smallest = min(_BFLOAT16[_kind(capability, shared)])
-    return f"D is below {_LARGE_TILE} on {_kind(capability, shared)}" if dim < _LARGE_TILE < smallest else None
+    capability, shared = gpu_properties(device)
+    smallest = min(_BFLOAT16[gpu_kind(capability, shared)])
+    return f"D is below {_LARGE_TILE} on {gpu_kind(capability, shared)}" if dim < _LARGE_TILE < smallest else None
 
 
-def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
+def gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     """A GPU's compute capability, and the bytes of shared memory that a block of threads may have."""
     # not every supported torch declares this property, or has it
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -161,7 +161,7 @@ def choose_tile(which: Pass, rows: ClassRows, device: torch.device, precision: F
     if device.type == "cpu":
         return Tile(16, 16, _SMALLEST_TILE)
     is_general = rows.centers > 1 or rows.selected is not None
-    return shipped_tile(which, *_properties(device), rows.weight.dtype, dim, precision, is_general=is_general)
+    return shipped_tile(which, *gpu_properties(device), rows.weight.dtype, dim, precision, is_general=is_general)
 
 
 @cache
@@ -192,7 +192,7 @@ def shipped_tile(
         precision: of the products of a float32 table.
         is_general: rows are a list, or classes have several centres.
     """
-    kind = _kind(capability, shared)
+    kind = gpu_kind(capability, shared)
     if dtype == torch.bfloat16:
         by_width = _BFLOAT16[kind]
         width = min(widest for widest in by_width if dim <= widest)
@@ -204,7 +204,7 @@ def shipped_tile(
     return replace(tile, columns=min(tile.columns, dim & -dim))
 
 
-def _kind(capability: tuple[int, int], shared: int) -> str:
+def gpu_kind(capability: tuple[int, int], shared: int) -> str:
     if capability[0] == 9:
         return "sm_90"
     if capability[0] == 10:
