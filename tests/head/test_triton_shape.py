@@ -115,6 +115,23 @@ def test_a_measurement_is_made_once_and_kept(gpu, tmp_path):
     assert len(json.loads(file.read_text())) == 2
 
 
+def steps_that_are_timed(dtype: torch.dtype) -> tuple[int, int]:
+    """The threshold where stored logits are slower, and how many steps were taken."""
+    kind, taken, both = RowKind(dtype, 32, 2, "ieee"), [], TritonBackend("tested", dim=32, with_passes=True)
+    with (
+        patch.multiple(triton_shape, _MEASURED_CLASSES=64, _MEASURED_BATCHES=(32,)),
+        patch.object(triton_shape, "_milliseconds", lambda run: taken.append(run()) or float(len(taken))),
+    ):
+        cpu = torch.device("cpu")
+        samples = triton_shape.measure(cpu, kind, both.in_shape(stored=False), both.in_shape(stored=True))
+    return samples, len(taken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_both_shapes_are_timed(interpreter, dtype):
+    assert interpreter(steps_that_are_timed, dtype) == (NEVER, 2)
+
+
 def test_a_damaged_file_of_measurements_is_made_anew(gpu, tmp_path):
     file = tmp_path / "plsc" / "head-shapes-H1.json"
     file.parent.mkdir(mode=0o700)
@@ -149,6 +166,18 @@ def agreed(mesh: Mesh, sources: list[str]) -> list:
 )
 def test_all_ranks_take_what_the_first_one_measures(ranks, sources, expected):
     assert ranks(2, agreed, sources) == expected
+
+
+def test_a_head_that_cannot_be_timed_takes_what_is_computed(monkeypatch, caplog):
+    def fails(*_: object) -> Threshold:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(backends, "measured", fails)
+    mine = backend(Threshold(768, COMPUTED))
+    with caplog.at_level(logging.WARNING, "plsc"):
+        agree_on_shape(mine, ON_GPU, Mesh(0, 1, 0, torch.device("cpu")))
+    assert mine.stored_from == Threshold(768, COMPUTED)
+    assert "could not be timed (OutOfMemoryError: no memory): logits stored from 768 samples on" in caplog.messages[0]
 
 
 def test_passes_with_stored_logits_that_disagree_with_float64_are_not_used(monkeypatch, caplog):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from plsc.errors import UsageError
+from plsc.errors import UsageError, first_line
 from plsc.head.backends.cpu_backend import CpuBackend
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
@@ -112,7 +112,12 @@ def agree_on_shape(backend: TorchBackend, shape: HeadShape, mesh: Mesh) -> None:
     found = backend.stored_from if isinstance(backend, TritonBackend) else None
     if mesh.is_main and isinstance(backend, TritonBackend) and found is not None and found.source == COMPUTED:
         shapes = backend.in_shape(stored=False), backend.in_shape(stored=True)
-        found = measured(shape.device, shape.row_kind, *shapes)
+        try:
+            found = measured(shape.device, shape.row_kind, *shapes)
+        except Exception as error:  # of memory, a compiler or a driver: what is computed will do
+            why = f"{type(error).__name__}: {first_line(error)}"
+            warn("plsc", f"the shapes of the head's passes could not be timed ({why}): {found}")
+        torch.cuda.empty_cache()  # in front of a table that may fill the device
     found = broadcast_object(found, mesh)
     if isinstance(backend, TritonBackend) and backend.stored_from is not None and found is not None:
         backend.stored_from = found

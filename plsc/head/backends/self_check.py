@@ -183,7 +183,7 @@ def problem_of(check: Callable[[], list[Deviation]]) -> str | None:
 
 
 @contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Neither gradients nor autocast nor inference tensors within: a head may be made inside of any."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
@@ -224,7 +224,7 @@ def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
     Returns:
         The errors of Σ exp(z), of the embeddings' gradient and of the rows'.
     """
-    with _plain_arithmetic(shard.device):
+    with plain_arithmetic(shard.device):
         rows = shard.rows()
         batch = shard.samples(rows)
         log_z, scale, target_grad = shard.derivatives()
@@ -308,7 +308,7 @@ def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[
     Returns:
         The errors of weights, of each table of state, and of 1/norms against the weights that were stored.
     """
-    with _plain_arithmetic(shard.device):
+    with plain_arithmetic(shard.device):
         trial = _Trial.of(shard, kind)
         exact = trial.in_float64()
         rows, visited = trial.rows, trial.rows.row_index(0, trial.rows.num_classes)
@@ -333,7 +333,7 @@ def check_update_pass(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> 
     Returns:
         The differences of weights, norms and state, relative in the Frobenius norm.
     """
-    with _plain_arithmetic(shard.device):
+    with plain_arithmetic(shard.device):
         runs = (backend.update_pass, partial(TorchBackend.update_pass, backend))
         together, apart = (_Trial.of(shard, kind).run_pass(backend, run) for run in runs)
         return [Deviation(f"{name} of pass 2", _relative(together[name], apart[name]), _SAME_BOUND) for name in apart]
