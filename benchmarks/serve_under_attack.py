@@ -2,19 +2,23 @@
 
     python benchmarks/serve_under_attack.py [--kinds KIND ...] [--connections 2000] [--askers 32] [--again]
 
-Starts plsc serve with two tokens and a small model. For each kind of attack the rate of eight callers of one token is
-measured alone and among attackers, turn by turn, on connections that they keep. All are on this machine, so that what
-the attackers' own process takes counts against the service: ``share`` is of the rate, ``share_of_cpu`` of the answers
-for a second of the service's own processor time. Some kinds are many connections that are held; with --again one that
-is cut off connects again a second later, otherwise it gives up. Others are few that ask again as soon as they are
-answered, with the dearest requests that were found, or that leave and come anew. Those of a token have the role search.
-A row per kind is added to benchmarks/results/serve_under_attack.csv. Eight minutes.
+Starts plsc serve with two tokens, a small model and 20,000 people. For each kind of attack the rate of eight callers of
+one token (with --tokens 8 of one each) is measured alone and among attackers, turn by turn, on connections that they
+keep. All are on this machine, so that what the attackers' own process takes counts against the service: ``share`` is of
+the rate, ``share_of_cpu`` of the answers for a second of the service's own processor time. Some kinds are many
+connections that are held; with --again one that is cut off connects again a second later, otherwise it gives up. Others
+are few that ask again as soon as they are answered, with the dearest requests that were found, that leave and come
+anew, or that send a chunk of a byte every 3 ms. Those of a token have the role search. A row per kind is added to
+benchmarks/results/serve_under_attack.csv. Ten minutes.
 """
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import http.client
+import io
+import json
 import os
 import resource
 import signal
@@ -29,11 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
+from PIL import Image
 from results_file import add_row, script_parser
 
 HEAD = b"GET /v1/info HTTP/1.1\r\nHost: x\r\n"
 TOKEN = b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\nContent-Type: application/json\r\n"
 BODY = 16 << 20
+PEOPLE, ENROLLED_TOGETHER = 20_000, 200  # who a filter looks through
+SEARCH = b"POST /v1/collections/staff/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\n"
+CHUNK = b"1\r\n \r\n"
 CALLERS = 8
 SETTLING_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
@@ -44,7 +53,7 @@ class Kind:
     """An attack: what each connection sends at once, and what then.
 
     Attributes:
-        more: sent every three seconds.
+        more: sent every ``pause`` seconds.
         asks: sends ``first`` again whenever its answers have come; ``answers`` is how many those are.
         reads: takes what comes.
         leaves: closes the connection at once, and opens another.
@@ -53,6 +62,7 @@ class Kind:
 
     first: bytes
     more: bytes = b""
+    pause: float = 3.0
     asks: bool = False
     answers: int = 1
     reads: bool = True
@@ -62,6 +72,24 @@ class Kind:
 
 def get(target: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([b"GET %b HTTP/1.1" % target, b"Host: x", *headers, b"", b""])
+
+
+def post(body: bytes, kind: bytes) -> bytes:
+    return SEARCH + b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body)) + body
+
+
+def small_picture() -> bytes:
+    """A JPEG of 48 x 32 pixels."""
+    file = io.BytesIO()
+    Image.effect_noise((48, 32), 64).convert("RGB").save(file, "JPEG")
+    return file.getvalue()
+
+
+def dear_filter() -> bytes:
+    """A search by picture among those whom ten conditions of a hundred values each let through: all."""
+    image, values = base64.b64encode(small_picture()).decode(), list(range(100))
+    query = {"query": {"image": image}, "filter": {f"k{number}": {"in": values} for number in range(10)}}
+    return json.dumps(query).encode()
 
 
 SCRIPT = b"/docs/swagger-ui-bundle.js"
@@ -84,6 +112,11 @@ KINDS = {
     "a token's announced bodies": Kind(TOKEN + b"Content-Length: 9\r\n\r\n{", count=520),
     "a token's idle connections": Kind(get(b"/v1/info", b"Authorization: Bearer SECRET"), count=1030),
     "a token's bodies": Kind(TOKEN + b"Content-Length: %d\r\n\r\n" % BODY + b" " * (BODY - 1), count=34),
+    "a token's chunks": Kind(
+        SEARCH + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n", CHUNK, pause=0.003
+    ),
+    "a token's small pictures": Kind(post(small_picture(), b"image/jpeg"), asks=True),
+    "a token's filters": Kind(post(dear_filter(), b"application/json"), asks=True),
 }
 
 
@@ -93,6 +126,7 @@ def main() -> None:
     parser.add_argument("--askers", type=int, default=32, help="connections of kinds that ask again and again")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--turns", type=int, default=3, help="measurements alone, and as many among attackers")
+    parser.add_argument("--tokens", type=int, default=1, choices=range(1, CALLERS + 1), help="that the callers have")
     parser.add_argument("--again", action="store_true", help="attackers come again when they are cut off")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--notes", default="", help="written into the rows")
@@ -113,11 +147,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; ``secret`` is that of the caller, ``camera`` that of an attacker who has a token."""
+    """A running service; ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
 
     process: "subprocess.Popen[str]"
     port: int
-    secret: str
+    doors: list[str]
     camera: str
 
 
@@ -142,7 +176,7 @@ async def measure(service: Service, kind: str, args: argparse.Namespace) -> dict
     """The callers' rates and latencies with and without an attack, and what the service grew by."""
     alone, among = Measured([]), Measured([])
     resident, grown, health_ms = resident_mib(service), 0.0, 0.0
-    callers = [Caller(service) for _ in range(CALLERS)]
+    callers = [Caller(service, service.doors[number % args.tokens]) for number in range(CALLERS)]
     for _ in range(args.turns):
         await call(callers, args.seconds, alone)
         with attackers(service, kind, args):
@@ -165,7 +199,7 @@ async def measure(service: Service, kind: str, args: argparse.Namespace) -> dict
         "p99_alone_ms": round(alone.p99(), 1),
         "p99_ms": round(among.p99(), 1),
         "refused": among.refused,
-        "notes": args.notes,
+        "notes": args.notes or (f"{args.tokens} tokens" if args.tokens > 1 else ""),
     }
 
 
@@ -181,10 +215,10 @@ def health(service: Service) -> float:
 class Caller:
     """A caller with a token, on a connection that it keeps as long as it can."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, secret: str) -> None:
         self.service = service
         head = b"GET /v1/collections/staff HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
-        self._request = head + service.secret.encode() + b"\r\n\r\n"
+        self._request = head + secret.encode() + b"\r\n\r\n"
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, stop: float, measured: Measured) -> None:
@@ -240,7 +274,7 @@ async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, agai
                     await read_answer(reader)
                 writer.write(first)
             while kind.more or not kind.reads:
-                await asyncio.sleep(3)
+                await asyncio.sleep(kind.pause)
                 if kind.more:
                     writer.write(kind.more)
             while await reader.read(1 << 16):
@@ -261,7 +295,7 @@ async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, agai
 def count_of(kind: str, args: argparse.Namespace) -> int:
     """Connections of a kind of attack."""
     own = KINDS[kind].count
-    is_few = KINDS[kind].asks or KINDS[kind].leaves
+    is_few = KINDS[kind].asks or KINDS[kind].leaves or KINDS[kind].pause < 1
     return own if own is not None else int(args.askers if is_few else args.connections)
 
 
@@ -290,22 +324,31 @@ def serving(folder: Path) -> Iterator[Service]:
     models.save_model(models.create("mobilefacenet", embedding_dim=128, image_size=48), folder / "model.safetensors")
     secret = add_token(folder / "tokens.toml", "admin", "admin")
     camera = add_token(folder / "tokens.toml", "camera", "search")
+    doors = [add_token(folder / "tokens.toml", f"door{number}", "search") for number in range(CALLERS)]
     command = [sys.executable, "-m", "plsc.tools.entry", "serve", "--model", str(folder / "model.safetensors")]
     command += ["--store", str(folder / "store"), "--port", "0", "--tokens", str(folder / "tokens.toml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None, "it is a pipe"
         port = int(process.stdout.readline().split()[2].rstrip(":").rpartition(":")[2])
-        made = httpx.post(
-            f"http://127.0.0.1:{port}/v1/collections",
-            json={"name": "staff"},
-            headers={"Authorization": f"Bearer {secret}"},
-        )
-        made.raise_for_status()
-        yield Service(process, port, secret, camera)
+        fill(port, secret)
+        yield Service(process, port, doors, camera)
     finally:
         process.kill()
         process.wait()
+
+
+def fill(port: int, secret: str) -> None:
+    """Make the collection, with people whom filters look through."""
+    vector = base64.b64encode(np.ones(128, "<f4").tobytes()).decode()
+    metadata = {f"k{number}": number for number in range(10)}
+    person = {"metadata": metadata, "faces": [{"vector_b64": vector}]}
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{port}/v1/collections", headers={"Authorization": f"Bearer {secret}"}, timeout=60
+    ) as client:
+        client.post("", json={"name": "staff"}).raise_for_status()
+        for _ in range(PEOPLE // ENROLLED_TOGETHER):
+            client.post("/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
 
 
 def end_among(service: Service, args: argparse.Namespace) -> float:

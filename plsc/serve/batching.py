@@ -112,7 +112,7 @@ class DeviceWorker:
         max_batch: rows of a batch; a single caller with more is a batch of its own.
         max_wait: seconds to wait for callers who may ask again.
         capacity: rows that may wait, of each kind.
-        share: of ``capacity``, what one owner may have.
+        share: of ``capacity``, what one owner may have beside others; alone it leaves as much to them.
     """
 
     def __init__(
@@ -190,9 +190,18 @@ class DeviceWorker:
         own, all_rows = self._waiting[kind].rows[task.owner], self.waiting(kind)
         if all_rows and all_rows + task.rows > self._capacity:
             return ApiError(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
-        if own and own + task.rows > self._own_capacity:
-            return over_share(str(task.owner), f"{self._own_capacity} rows that wait for the device")
+        # Alone it may have more, but what is left is there for the first who comes.
+        others = any(owner != task.owner for owner in self._lately())
+        most = self._own_capacity if others else max(self._capacity - self._own_capacity, self._own_capacity)
+        if own and own + task.rows > most:
+            return over_share(str(task.owner), f"{own} rows that wait for the device")
         return None
+
+    def _lately(self) -> dict[Hashable, float]:
+        """Owners whose tasks came lately."""
+        since = time.monotonic() - _LATELY_SECONDS
+        self._seen = {owner: seen for owner, seen in self._seen.items() if seen > since}
+        return self._seen
 
     def _rows_to_wake(self, kind: str) -> int:
         """Rows at which the device's thread is woken at once; each wake-up takes time from the event loop."""
@@ -237,9 +246,7 @@ class DeviceWorker:
         self._changed.wait_for(enough, self._max_wait)
 
     def _drain(self, kind: str) -> list[_Task]:
-        lately = time.monotonic() - _LATELY_SECONDS
-        self._seen = {owner: seen for owner, seen in self._seen.items() if seen > lately}
-        is_alone = len(self._seen) < 2
+        is_alone = len(self._lately()) < 2
         part = self._max_batch if is_alone else int(_BESIDE_SECONDS / max(self._row_seconds[kind], 1e-6))
         return self._waiting[kind].take(self._max_batch, part)
 

@@ -159,19 +159,16 @@ class TokenTurns:
         self._account(owner).waiting.append(go_on)
 
     async def take(self, owner: str, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Answer at the token's turn."""
-        account = self._account(owner)
-        if self.must_wait(owner):
-            turn = asyncio.get_running_loop().create_future()
-            account.waiting.append(partial(_give, turn))
-            await turn
-        else:
-            account.spent += _EXPECTED_SECONDS
+        """Answer, each step at the token's turn: a hundred that began while it was alone must not all go on at once."""
         _payer.set(partial(self.charge_beside, owner))
-        try:
-            await _Metered(answer(), partial(self.charge, owner))
-        finally:
-            account.spent -= _EXPECTED_SECONDS
+        await _Metered(answer(), partial(self.charge, owner), partial(self._turn, owner))
+
+    def _turn(self, owner: str) -> "asyncio.Future[None] | None":
+        if not self.must_wait(owner):
+            return None
+        turn = asyncio.get_running_loop().create_future()
+        self.when_due(owner, partial(_give, turn))
+        return turn
 
     def _account(self, owner: str) -> _Account:
         account = self._accounts.get(owner)
@@ -223,14 +220,28 @@ class TokenTurns:
 
 
 class _Metered(Awaitable[None]):
-    """Runs a coroutine, and pays for the time of its own steps: what it waits for is not its time."""
+    """Runs a coroutine, and pays for the time of its own steps: what it waits for is not its time.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], pay: Pay) -> None:
-        self._coroutine, self._pay = coroutine, pay
+    Args:
+        turn: makes what has to be waited for before the next step, or nothing.
+    """
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        pay: Pay,
+        turn: "Callable[[], asyncio.Future[None] | None]" = lambda: None,
+    ) -> None:
+        self._coroutine, self._pay, self._turn = coroutine, pay, turn
 
     def __await__(self) -> Generator[Any, Any, None]:
         step: Callable[[], Any] = partial(self._coroutine.send, None)
         while True:
+            try:
+                if (turn := self._turn()) is not None:
+                    yield from turn
+            except BaseException as error:
+                step = partial(self._coroutine.throw, error)
             begun = time.perf_counter()
             try:
                 awaited = step()
