@@ -147,6 +147,7 @@ def open_training_data(data: DataConfig) -> ImageDataset:
         image_size=contract.image_size,
         interpolation=contract.interpolation,
         max_bad_records=data.max_bad_records,
+        label_columns=True,
     )
     return RotatedDataset(dataset) if data.rotation_classes else dataset
 

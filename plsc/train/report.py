@@ -196,7 +196,7 @@ def header(
 
 def data_warnings(dataset: ImageDataset) -> list[str]:
     """A line where no class has two images: nothing shows then what the images of a class have in common."""
-    if np.bincount(dataset.labels).max() > 1:
+    if np.bincount(dataset.labels[dataset.labels >= 0]).max() > 1:
         return []
     return ["warning: no class has two images, so that nothing shows what makes them alike; give several of each class"]
 
