@@ -107,7 +107,7 @@ class ImageDataset(ABC):
 
     Attributes:
         source: the path or specification that the data set was opened from.
-        labels: int64 (N,), in 0 … C-1.
+        labels: int64 (N,), in 0 … C-1; or (N, K), with -1 where an image has fewer than K labels.
         class_names: C names; item c is the name (or number) of class c in the source.
         image_size: side of the square images in pixels, or (height, width); None leaves each at its stored size.
         interpolation: by which they are resized to it.

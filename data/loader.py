@@ -36,7 +36,7 @@ _PARENT_SECONDS = 1.0  # after which a loader process looks whether its reader i
 
 
 class TrainLoader:
-    """Iterates one epoch of ``(images uint8 (b, 3, H, W), labels int64 (b,))`` from its position on.
+    """Iterates one epoch of ``(images uint8 (b, 3, H, W), labels int64 (b,) or (b, K))`` from its position on.
 
     The last batches of an epoch may be unequal, see :func:`global_batches`.
 
@@ -117,7 +117,7 @@ class TrainLoader:
 
     @property
     def next_labels(self) -> torch.Tensor | None:
-        """Labels (b,) of this rank's next batch, including images that turn out unreadable; None at an epoch's end.
+        """Labels of this rank's next batch, including images that turn out unreadable; None at an epoch's end.
 
         Reading them ahead leaves the position where it is: that of the batches already yielded.
         """

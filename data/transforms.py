@@ -161,14 +161,14 @@ class RotatedDataset(ImageDataset):
 
     For images that mean something else when they are rotated, as letters do, and where classes are few: the features
     then have to separate four times as many (Santoro et al., "Meta-learning with memory-augmented neural networks",
-    2016, section 4.1). ``dataset`` gives square images; :class:`UsageError` if it does not.
+    2016, section 4.1). ``dataset`` gives square images with one label each; :class:`UsageError` if it does not.
     """
 
     def __init__(self, dataset: ImageDataset) -> None:
         if dataset.image_size is not None:
             check_square(dataset.image_size, "data.rotation_classes")
         if dataset.labels.ndim > 1:
-            raise UsageError("data.rotation_classes makes classes of one label a picture, and these have several")
+            raise UsageError(f"data.rotation_classes takes one label a picture, and {dataset.source} has several")
         labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
         names = ComputedStrings(ROTATIONS * dataset.num_classes, partial(_rotated_class, dataset.class_names))
         super().__init__(dataset.source, labels, names, dataset.image_size)

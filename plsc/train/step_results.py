@@ -179,13 +179,12 @@ class KeptBatches:
 
     def _listed(self, group: Sequence[MicroBatch]) -> list[dict[str, Any]]:
         """A line for each image, in the order of the picture: which it is, and the range of its pixels."""
+        names = self._dataset.class_names
         return [
             {
                 "key": self._dataset.key(int(index)),
-                "label": label.tolist(),
-                "class": ", ".join(
-                    str(self._dataset.class_names[each]) for each in label.view(-1).tolist() if each >= 0
-                ),
+                "label": label.tolist(),  # a number, or a list of several
+                "class": ", ".join(names[number] for number in label.reshape(-1).tolist() if number >= 0),
                 "pixels": [int(image.min()), round(float(image.float().mean()), 1), int(image.max())],
             }
             for batch in group

@@ -1,6 +1,7 @@
 """Glyphs are the same in every process, show their characters, and are selected as their specification says."""
 
 import hashlib
+import json
 import pickle
 import shutil
 import subprocess
@@ -17,7 +18,9 @@ from PIL import Image, ImageDraw, ImageFont
 from plsc.data import TrainLoader, is_drawn, open_dataset
 from plsc.data.glyphs import fonts, unihan
 from plsc.data.glyphs.fonts import Font, characters_of, installed_fonts, typefaces
+from plsc.data.transforms import RotatedDataset
 from plsc.errors import DataError, UsageError
+from plsc.tools.entry import main
 
 LETTERS = "41-5A+61-7A"
 TWO = "fonts=DejaVuSans+DejaVuSerif"
@@ -277,6 +280,24 @@ def test_further_labels_are_classes_after_the_characters(unihan_folder: Path) ->
     images, labels = next(iter(loader))
     assert images.shape == (6, 3, 16, 16)
     assert torch.equal(labels, torch.from_numpy(data.labels[loader.indices]))
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_every_label(unihan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = f"glyphs:41-46:{TWO}:variants=4:labels=character+radical+strokes"
+    small = {"steps": 3, "data.image_size": 32, "data.batch_size": 8, "data.workers": 0, "optim.warmup_steps": 0}
+    small |= {"data.train": source, "log.tensorboard": "false", "log.every_steps": 1}
+    options = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    assert main(["train", "avatars_quickstart", *options, "--eval.sets", f"glyphs:61-66:{TWO}", "--out", "run"]) == 0
+    classes = json.loads(Path("run/classes.json").read_text())["classes"]
+    assert classes[5:] == ["U+0046 F", "radical 9", "radical 120", "strokes 7", "strokes 12"]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 3
+    assert np.isfinite(losses).all()
+    with pytest.raises(UsageError, match="one label a picture"):
+        RotatedDataset(open_dataset(source, image_size=16, label_columns=True))
 
 
 def test_without_unihan_its_package_is_named(unihan_folder: Path) -> None:
