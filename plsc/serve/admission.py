@@ -247,7 +247,7 @@ class Admission:
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
-        turn = partial(self._app, context.scope, context.receive, context.send)
+        turn: Callable[[], Any] = partial(self._app, context.scope, context.receive, context.send)
         if answer is not None:
             turn = partial(_respond, context, answer)
         if answer is None or self._tokens is None or context.caller is not None:
