@@ -34,13 +34,6 @@ ON_GPUS = (
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(
-        "the table's offsets in Triton's passes are of 32 bits",
-        _PASSES,
-        "split = (tl.program_id(0) // blocks).to(tl.int64)",
-        "split = tl.program_id(0) // blocks",
-        ("tests/gpu_trace/test_training_step.py",),
-    ),
-    Defect(
         "an int8 momentum keeps the scales of the step before",
         "plsc/head/backends/triton_update_kernels.py",
         "        tl.store(scale + rows, row_scale, mask=held)\n",
