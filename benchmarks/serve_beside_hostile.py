@@ -42,10 +42,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, serving(Path(name)) as service:
         address, tokens = f"http://127.0.0.1:{service.port}", Path(name) / "tokens.toml"
-        secrets = [add_token(tokens, who, "read", allow=("vectors",)) for who in ("friend", "hostile")]
-        friend, hostile = ({"Authorization": f"Bearer {one}"} for one in secrets)
-        enrol(address, {"Authorization": f"Bearer {service.secret}"}, args.persons)
-        wait_for_token(address, hostile)
+        roles = {"friend": "read", "hostile": "read", "enroller": "admin"}
+        secrets = [add_token(tokens, who, role, allow=("vectors",)) for who, role in roles.items()]
+        friend, hostile, enroller = ({"Authorization": f"Bearer {one}"} for one in secrets)
+        wait_for_token(address, enroller)
+        enrol(address, enroller, args.persons)
         for kind, body in hostile_requests().items():
             row = measure(address, friend, (hostile, body), kind, args)
             print(", ".join(f"{field} {value}" for field, value in row.items()), flush=True)
