@@ -204,7 +204,8 @@ def clips_head(run: PlanConfig) -> bool:
 def fused_tiles(run: PlanConfig) -> tuple[Tile, Tile]:
     """Of Triton's first and second pass on an H100."""
     dtype, precision = _numbers(run)
-    is_general = run.is_sampled or run.config.head.centers > 1
+    head = run.config.head  # rows that are fetched lie side by side on the device
+    is_general = head.centers > 1 or (run.is_sampled and head.placement == "device")
     first, second = (
         shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision, is_general=is_general)
         for which in _PASSES
