@@ -26,6 +26,7 @@ class Normalized:
     Attributes:
         losses: (b,), weighted.
         highest, total: (b,), Z = total·exp(highest): a negative's probability, or the labels' together, is exp(z)/Z.
+        log_z: (b,) log Z.
         by_logit: (b,) or (b, K), derivatives of the losses by the targets' logits s·φ.
         by_cosine: (b, K), those by s·cos, where a sample's labels are negatives of each other; None: they are not.
         count: samples that have a label, of this head group; None: all.
@@ -34,14 +35,10 @@ class Normalized:
     losses: Tensor
     highest: Tensor
     total: Tensor
+    log_z: Tensor
     by_logit: Tensor
     by_cosine: Tensor | None = None
     count: Tensor | None = None
-
-    @property
-    def log_z(self) -> Tensor:
-        """log Z (b,)."""
-        return self.highest + self.total.log()
 
 
 @dataclass(frozen=True)
@@ -165,4 +162,5 @@ def _of_labels(
     has_label = exists.any(1)
     if target.penalty is not None:
         losses = losses + torch.where(has_label, target.penalty, 0)
-    return Normalized(losses, log_z.clamp(max=_NEVER), torch.ones_like(log_z), by_logit, by_cosine, has_label.sum())
+    log_z = log_z.clamp(max=_NEVER)
+    return Normalized(losses, log_z, torch.ones_like(log_z), log_z, by_logit, by_cosine, has_label.sum())

@@ -147,7 +147,7 @@ class ShardedSoftmax:
             gathered.labels,
             selected,
             normalized.log_z,
-            torch.ones_like(normalized.log_z) * scale,
+            torch.empty_like(normalized.log_z).fill_(scale),
             target_grad,
             self.table.version,
             gathered.largest,
@@ -356,7 +356,7 @@ def _normalize(target: TargetLogit, s: float, maximum: Tensor, total: Tensor) ->
     losses = log_z - logit
     if target.penalty is not None:
         losses = losses + target.penalty
-    return Normalized(losses, highest, total, (logit - log_z).exp() - 1)
+    return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
 
 
 def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
