@@ -344,11 +344,11 @@ def fill(port: int, secret: str) -> None:
     metadata = {f"k{number}": number for number in range(10)}
     person = {"metadata": metadata, "faces": [{"vector_b64": vector}]}
     with httpx.Client(
-        base_url=f"http://127.0.0.1:{port}/v1/collections", headers={"Authorization": f"Bearer {secret}"}, timeout=60
+        base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {secret}"}, timeout=60
     ) as client:
-        client.post("", json={"name": "staff"}).raise_for_status()
+        client.post("/collections", json={"name": "staff"}).raise_for_status()
         for _ in range(PEOPLE // ENROLLED_TOGETHER):
-            client.post("/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
+            client.post("/collections/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
 
 
 def end_among(service: Service, args: argparse.Namespace) -> float:
