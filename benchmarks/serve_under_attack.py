@@ -147,10 +147,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
+    """A running service; ``secret`` is that of an admin, ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
 
     process: "subprocess.Popen[str]"
     port: int
+    secret: str
     doors: list[str]
     camera: str
 
@@ -332,7 +333,7 @@ def serving(folder: Path) -> Iterator[Service]:
         assert process.stdout is not None, "it is a pipe"
         port = int(process.stdout.readline().split()[2].rstrip(":").rpartition(":")[2])
         fill(port, secret)
-        yield Service(process, port, doors, camera)
+        yield Service(process, port, secret, doors, camera)
     finally:
         process.kill()
         process.wait()
