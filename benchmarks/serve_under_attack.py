@@ -147,10 +147,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
+    """A running service; ``secret`` is that of an admin, ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
 
     process: "subprocess.Popen[str]"
     port: int
+    secret: str
     doors: list[str]
     camera: str
 
@@ -332,7 +333,7 @@ def serving(folder: Path) -> Iterator[Service]:
         assert process.stdout is not None, "it is a pipe"
         port = int(process.stdout.readline().split()[2].rstrip(":").rpartition(":")[2])
         fill(port, secret)
-        yield Service(process, port, doors, camera)
+        yield Service(process, port, secret, doors, camera)
     finally:
         process.kill()
         process.wait()
@@ -344,11 +345,11 @@ def fill(port: int, secret: str) -> None:
     metadata = {f"k{number}": number for number in range(10)}
     person = {"metadata": metadata, "faces": [{"vector_b64": vector}]}
     with httpx.Client(
-        base_url=f"http://127.0.0.1:{port}/v1/collections", headers={"Authorization": f"Bearer {secret}"}, timeout=60
+        base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {secret}"}, timeout=60
     ) as client:
-        client.post("", json={"name": "staff"}).raise_for_status()
+        client.post("/collections", json={"name": "staff"}).raise_for_status()
         for _ in range(PEOPLE // ENROLLED_TOGETHER):
-            client.post("/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
+            client.post("/collections/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
 
 
 def end_among(service: Service, args: argparse.Namespace) -> float:

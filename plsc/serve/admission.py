@@ -247,15 +247,16 @@ class Admission:
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
-        turn: Callable[[], Any] = partial(self._app, context.scope, context.receive, context.send)
-        if answer is not None:
-            turn = partial(_respond, context, answer)
+        turn = partial(self._call_app, context) if answer is None else partial(_respond, context, answer)
         if answer is None or self._tokens is None or context.caller is not None:
             await self.turns.take(context.owner, turn)
         else:  # an unknown caller
             context.connection.belongs_to(None)
             turns = self._health_turns if context.route.startswith(_HEALTH) else self._open_turns
             await turns.take(context.connection, turn)
+
+    async def _call_app(self, context: RequestContext) -> None:
+        await self._app(context.scope, context.receive, context.send)
 
     async def _end_early(self, context: RequestContext) -> None:
         """End a request that is cancelled: its caller has left, or the time to finish what had begun is over."""
