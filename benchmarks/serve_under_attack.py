@@ -147,7 +147,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; ``secret`` is that of an admin, ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
+    """A running service, and secrets: an admin's, those of callers (``doors``), and an attacker's (``camera``)."""
 
     process: "subprocess.Popen[str]"
     port: int
