@@ -138,6 +138,7 @@ def main() -> None:
         asyncio.run(be_attackers(int(port), int(count), KINDS[kind], secret.encode(), again=args.again))
         return
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as service:
+        fill(service)
         for kind in args.kinds:
             row = asyncio.run(measure(service, kind, args))
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
@@ -147,7 +148,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service; ``secret`` is that of an admin, ``doors`` are those of callers, ``camera`` that of an attacker who has a token."""
+    """A running service; ``secret`` is an admin's, ``doors`` are those of callers, ``camera`` is an attacker's."""
 
     process: "subprocess.Popen[str]"
     port: int
@@ -332,24 +333,27 @@ def serving(folder: Path) -> Iterator[Service]:
     try:
         assert process.stdout is not None, "it is a pipe"
         port = int(process.stdout.readline().split()[2].rstrip(":").rpartition(":")[2])
-        fill(port, secret)
+        with client_of(port, secret) as client:
+            client.post("/collections", json={"name": "staff"}).raise_for_status()
         yield Service(process, port, secret, doors, camera)
     finally:
         process.kill()
         process.wait()
 
 
-def fill(port: int, secret: str) -> None:
-    """Make the collection, with people whom filters look through."""
+def client_of(port: int, secret: str) -> httpx.Client:
+    address = f"http://127.0.0.1:{port}/v1"
+    return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {secret}"}, timeout=60)
+
+
+def fill(service: Service) -> None:
+    """Enrol people for filters to look through."""
     vector = base64.b64encode(np.ones(128, "<f4").tobytes()).decode()
     metadata = {f"k{number}": number for number in range(10)}
-    person = {"metadata": metadata, "faces": [{"vector_b64": vector}]}
-    with httpx.Client(
-        base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {secret}"}, timeout=60
-    ) as client:
-        client.post("/collections", json={"name": "staff"}).raise_for_status()
+    persons = [{"metadata": metadata, "faces": [{"vector_b64": vector}]}] * ENROLLED_TOGETHER
+    with client_of(service.port, service.secret) as client:
         for _ in range(PEOPLE // ENROLLED_TOGETHER):
-            client.post("/collections/staff/persons", json={"persons": [person] * ENROLLED_TOGETHER}).raise_for_status()
+            client.post("/collections/staff/persons", json={"persons": persons}).raise_for_status()
 
 
 def end_among(service: Service, args: argparse.Namespace) -> float:
