@@ -32,7 +32,10 @@ OPENERS = {
     "plsc.arcface_torch": "a config that the user names",
     "plsc.bench": "our own measurements, and a checkout that the user names",
     "plsc.client": "the user's own token",
+    "plsc.cluster": "its own state, and labels and centres that it has written",
+    "plsc.data.glyphs": "the system's fonts and Unihan",
     "plsc.data.image_cache": "the system's, and our own cache",
+    "plsc.data.relabelled": "an array of a file that the door has opened",
     "plsc.data.record_dataset": "our own cache, a regular file, and a map of what it has opened by the door",
     "plsc.devices": "the system's",
     "plsc.doctor.machine": "the system's",
@@ -54,12 +57,14 @@ OPENERS = {
     "plsc.signing": "a key, and what is a regular file",
     "plsc.sizes": "the system's",
     "plsc.train.checkpoint_inspection": "what it has just written",
+    "plsc.train.init_rows": "a map of what it has opened by the door",
     "plsc.train.metrics": "the run's own log",
     "plsc.train.resumption": "the system's",
 }
 # Who may print or log past plsc.progress, and why.
 PRINTERS = {
     "plsc.progress": "the door",
+    "plsc.data.glyphs.fonts": "switches another's log off",
     "plsc.doctor.report": "in colour, with printable()",
     "plsc.gallery.milvus_client": "switches another's log off",
     "plsc.head.sharded_head": "names a backend of our own",

@@ -88,7 +88,7 @@ def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes):
     [
         (torch.randn(4, 15), torch.zeros(4, dtype=torch.long)),
         (torch.randn(4, 16), torch.zeros(3, dtype=torch.long)),
-        (torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.long)),
+        (torch.randn(4, 16), torch.zeros(4, 101, dtype=torch.long)),
         (torch.randn(4, 16), torch.zeros(4)),
         (torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
         (torch.randn(0, 16), torch.zeros(0, dtype=torch.long)),
