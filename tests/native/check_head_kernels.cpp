@@ -60,20 +60,24 @@ void compare(const char* what, const Rows& table, const std::vector<Got>& got, c
 void check_passes(int kind, int64_t classes, int64_t batch, int64_t dim, bool listed) {
     const float s = 16;
     Rows table(classes, dim, kind, false), x(batch, dim, kind, true);
-    std::vector<int64_t> index, position(batch, -1);
+    const int64_t labels = 2;
+    std::vector<int64_t> index, position(batch * labels, -1);
     for (int64_t c = 0; c < classes; c++)
         if (!listed || c % 3 != 1) index.push_back(c);
     const int64_t count = index.size();
-    for (int64_t b = 0; b < batch; b += 2) position[b] = b * 7 % count;
-    std::vector<float> log_z(batch), scale(batch), target(batch);
-    for (int64_t b = 0; b < batch; b++) log_z[b] = 5, scale[b] = 1 + 0.01f * b, target[b] = -0.1f * scale[b];
+    for (int64_t b = 0; b < batch; b += 2) position[b * labels] = b * 7 % count;
+    for (int64_t b = 0; b < batch; b += 3) position[b * labels + 1] = (b * 7 + 1) % count;
+    std::vector<float> log_z(batch), scale(batch), target(batch * labels);
+    for (int64_t b = 0; b < batch; b++) log_z[b] = 5, scale[b] = 1 + 0.01f * b;
+    for (int64_t at = 0; at < batch * labels; at++) target[at] = -0.1f - 0.01f * at;
 
     Doubles total(batch), pull(batch * dim), gradient(count * dim);
     for (int64_t i = 0; i < count; i++)
         for (int64_t b = 0; b < batch; b++) {
             const double rho = table.inverse[index[i]], z = s * rho * table.dot(index[i], x, b);
-            const bool is_target = position[b] == i;
-            const double p = is_target ? target[b] : scale[b] * std::exp(z - log_z[b]);
+            const int64_t at = b * labels, own = position[at] == i ? at : at + 1;
+            const bool is_target = position[own] == i;
+            const double p = is_target ? target[own] : scale[b] * std::exp(z - log_z[b]);
             if (!is_target) total[b] += std::exp(z);
             for (int64_t d = 0; d < dim; d++) {
                 if (!is_target) pull[b * dim + d] += std::exp(z) * rho * table.numbers[index[i] * dim + d];
@@ -87,13 +91,13 @@ void check_passes(int kind, int64_t classes, int64_t batch, int64_t dim, bool li
     std::vector<float> own_pull(batch * dim), own((count + 511) / 256 * 256 * dim), cut(own.size());
     const int64_t* list = listed ? index.data() : nullptr;
     plsc_first_pass(table.data(), kind, table.inverse.data(), list, 0, count, columns.data(), batch, dim, s,
-                    position.data(), own_total.data(), own_pull.data());
+                    position.data(), labels, own_total.data(), own_pull.data());
     const auto find = [&](int64_t start, int64_t here, std::vector<float>& out) {
         std::vector<int64_t> from(position);
         for (auto& each : from) each -= start;
         plsc_gradient(table.data(), kind, table.inverse.data(), listed ? list + start : nullptr, listed ? 0 : start, here,
-                      columns.data(), rows.data(), batch, dim, s, from.data(), log_z.data(), scale.data(), target.data(),
-                      out.data() + start * dim);
+                      columns.data(), rows.data(), batch, dim, s, from.data(), labels, log_z.data(), scale.data(),
+                      target.data(), out.data() + start * dim);
     };
     find(0, count, own);
     const double bound = kind == kBfloat16 ? 1.2e-2 : 2e-5;
