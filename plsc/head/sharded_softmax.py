@@ -155,11 +155,10 @@ class ShardedSoftmax:
         )
         if training:
             self.forwards += 1
-        grad, loss = partial.grad_embeddings, loss.to(partial.maximum.dtype)
-        if grad is None:
+        loss = loss.to(partial.maximum.dtype)
+        if partial.grad_embeddings is None:
             return loss, None, pending
-        grad.mul_(((partial.maximum - normalized.highest).exp() / normalized.total).to(grad.dtype)[:, None])
-        grad.mul_(scale)
+        grad = _shards_gradient(partial.grad_embeddings, partial, normalized, scale)
         by_label = [target_grad] if target_grad.dim() == 1 else target_grad.unbind(1)
         for rows_of_label, of_label in zip(local_targets, by_label, strict=True):
             rows_of_label.add_gradient(grad, of_label)
@@ -357,6 +356,12 @@ def _normalize(target: TargetLogit, s: float, maximum: Tensor, total: Tensor) ->
     if target.penalty is not None:
         losses = losses + target.penalty
     return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
+
+
+def _shards_gradient(pull: Tensor, partial: PartialSoftmax, normalized: Normalized, scale: Tensor | float) -> Tensor:
+    """Turn pass 1's sums of rows (b, D) into the loss's gradient by unit embeddings, in place, without the targets'."""
+    pull.mul_(((partial.maximum - normalized.highest).exp() / normalized.total).to(pull.dtype)[:, None])
+    return pull.mul_(scale)
 
 
 def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
