@@ -71,7 +71,7 @@ def compare(results: str, recipes: Sequence[Recipe], seeds: int, folder: Path = 
 
 def trained(settings: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Train from scratch and return the figures on unseen identities, loss and seconds. Every rank calls."""
-    config = configuration.load(CONFIG, {"log.tensorboard": False, **settings})
+    config = configuration.load(CONFIG, {"log.to": (), **settings})
     folder = on_main(tempfile.mkdtemp, mesh)
     try:
         result = train(config, with_head_groups(mesh, config.head_ranks), out=f"{folder}/run", quiet=True)

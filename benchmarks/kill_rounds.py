@@ -62,7 +62,7 @@ lr = 0.02
 every_steps = 2
 [log]
 every_steps = 1
-tensorboard = false
+to = []
 """
 CONTEXT = mp.get_context("forkserver")
 

@@ -115,15 +115,16 @@ def _step(components: TrainComponents, steps: int) -> Stepper:
     stepper = Stepper(components)
     for number in range(steps):
         images = torch.randint(256, (data.batch_size, *data.preprocessing.shape), dtype=torch.uint8)
-        labels = torch.randint(components.head.num_classes, (data.batch_size,))
+        labels = torch.randint(components.tables[0].head.num_classes, (data.batch_size,))
         stepper.step([MicroBatch(images, labels, [data.batch_size])], number)
     return stepper
 
 
 def _state(components: TrainComponents, stepper: Stepper) -> Iterable[Tensor]:
     """Every tensor that stays from step to step."""
-    yield from (components.head.weight, components.head.inverse_norms())
-    for shard in components.head_optimizer.sharded_state().values():
+    head = components.tables[0].head
+    yield from (head.weight, head.inverse_norms())
+    for shard in components.head_optimizers[0].sharded_state().values():
         yield shard.blocks[0].local
     yield from (
         *components.strategy.backbone.parameters(),

@@ -18,6 +18,7 @@ import base64
 import contextlib
 import http.client
 import io
+import itertools
 import json
 import os
 import resource
@@ -43,6 +44,7 @@ BODY = 16 << 20
 PEOPLE, ENROLLED_TOGETHER = 20_000, 200  # who a filter looks through
 SEARCH = b"POST /v1/collections/staff/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\n"
 CHUNK = b"1\r\n \r\n"
+NUMBER = "######"  # another one in each request, so that nothing is known of it yet
 CALLERS = 8
 SETTLING_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
@@ -85,9 +87,9 @@ def small_picture() -> bytes:
     return file.getvalue()
 
 
-def dear_filter() -> bytes:
+def dear_filter(*more: str) -> bytes:
     """A search by picture among those whom ten conditions of a hundred values each let through: all."""
-    image, values = base64.b64encode(small_picture()).decode(), list(range(100))
+    image, values = base64.b64encode(small_picture()).decode(), [*range(100 - len(more)), *more]
     query = {"query": {"image": image}, "filter": {f"k{number}": {"in": values} for number in range(10)}}
     return json.dumps(query).encode()
 
@@ -117,6 +119,7 @@ KINDS = {
     ),
     "a token's small pictures": Kind(post(small_picture(), b"image/jpeg"), asks=True),
     "a token's filters": Kind(post(dear_filter(), b"application/json"), asks=True),
+    "a token's new filters": Kind(post(dear_filter(NUMBER), b"application/json"), asks=True),
 }
 
 
@@ -259,7 +262,10 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
 
 async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, again: bool) -> None:
     """Attack until killed."""
-    first = kind.first.replace(b"SECRET", secret)
+    numbers = itertools.count()
+
+    def first() -> bytes:
+        return kind.first.replace(b"SECRET", secret).replace(NUMBER.encode(), b"%06d" % next(numbers))
 
     async def attack() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -267,13 +273,13 @@ async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, agai
             if not kind.reads:
                 reader._transport.pause_reading()  # type: ignore[attr-defined]
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            writer.write(first)
+            writer.write(first())
             if kind.leaves:
                 return
             while kind.asks:
                 for _ in range(kind.answers):
                     await read_answer(reader)
-                writer.write(first)
+                writer.write(first())
             while kind.more or not kind.reads:
                 await asyncio.sleep(kind.pause)
                 if kind.more:

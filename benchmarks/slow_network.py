@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
     "data.batch_size": 16,
     "data.workers": 0,
     "log.every_steps": 1,
-    "log.tensorboard": False,
+    "log.to": (),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -102,7 +102,7 @@ def figures(run: dict[str, Any], omniglot: Path | None, mesh: Mesh) -> dict[str,
         "optim.lr": run["lr"],
         "optim.weight_decay": 0.05,
         "optim.warmup_epochs": 0.5,
-        "log.tensorboard": False,
+        "log.to": (),
         **MARGINS[run["margin"]],
     }
     if run["data"] == "omniglot":

@@ -15,6 +15,7 @@ from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
 from plsc.data.record_dataset import RecordDataset
 from plsc.errors import UsageError
+from plsc.extensions import Registry
 from plsc.models.preprocessing import BILINEAR, ImageSize, normalize
 from plsc.regular_files import open_regular
 
@@ -24,7 +25,7 @@ __all__ = [
     "PairSet",
     "TrainLoader",
     "decode_image",
-    "is_drawn",
+    "has_reader",
     "normalize",
     "open_dataset",
     "read_image",
@@ -32,16 +33,21 @@ __all__ = [
     "write_pairs",
 ]
 
-# Sets that are drawn instead of read, by the word before the colon of their specifications.
-DRAWN: dict[str, Callable[[str, ImageSize | None], ImageDataset]] = {"avatars": open_avatars, "glyphs": open_glyphs}
+# Sets that are drawn, and those that installed packages read, by the word before the colon of their specifications.
+READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(
+    "plsc.readers",
+    {"avatars": open_avatars, "glyphs": open_glyphs},
+    callable,
+    "a function of (specification, image size or None) that returns a plsc.data.ImageDataset",
+)
 FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, avatars:IDSxIMAGES, or glyphs:BLOCK"
 _LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
 
 
-def is_drawn(source: str | Path) -> bool:
-    """Whether ``source`` is the specification of a drawn set, as ``avatars:2000x30``, and no path."""
+def has_reader(source: str | Path) -> bool:
+    """Whether ``source`` is the specification of a set of :data:`READERS`, as ``avatars:2000x30``, and no path."""
     kind, colon, _ = str(source).partition(":")
-    return bool(colon) and kind in DRAWN
+    return bool(colon) and READERS.find(kind) is not None
 
 
 def open_dataset(
@@ -52,7 +58,7 @@ def open_dataset(
     max_bad_records: int | None = MAX_BAD_RECORDS,
     label_columns: bool = False,
 ) -> ImageDataset:
-    """Open a folder per identity, a list file, a .rec (or its folder), or a drawn set (:data:`DRAWN`).
+    """Open a folder per identity, a list file, a .rec (or its folder), or a drawn set (:data:`READERS`).
 
     Args:
         source: the path, or the specification of the built-in data.
@@ -75,8 +81,8 @@ def open_dataset(
 
 
 def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
-    if is_drawn(source):
-        return DRAWN[str(source).partition(":")[0]](str(source), image_size)
+    if has_reader(source):
+        return READERS[str(source).partition(":")[0]](str(source), image_size)
     path = Path(source)
     if path.is_dir():
         records = _records_in(path)

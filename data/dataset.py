@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plsc.data.codec import Encoding, decode_image, encode_image
+from plsc.data.mixture import Mixture
 from plsc.errors import IntegrityError
 from plsc.files import write_json
 from plsc.models.preprocessing import BILINEAR, ImageSize, resize_image
@@ -134,6 +135,11 @@ class ImageDataset(ABC):
     def num_classes(self) -> int:
         """Number of classes, C."""
         return len(self.class_names)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The parts that an epoch mixes: the data set as a whole, but for one that joins several."""
+        return Mixture((len(self),))
 
     def __len__(self) -> int:
         return len(self.labels)

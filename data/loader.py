@@ -85,6 +85,7 @@ class TrainLoader:
         self._pin_memory = pin_memory
         self.epoch = self._consumed = self._yielded = 0
         self._ranges: list[StepRange] = []
+        self._order: NDArray[np.unsignedinteger] = np.empty(0, np.uint32)  # of the epoch
         self.indices: list[int] = []
         self._bad_keys: set[str] = set()
         self._has_read = False
@@ -109,6 +110,9 @@ class TrainLoader:
     def steps_per_epoch(self) -> int:
         """Steps of a whole epoch, the same on every rank."""
         return len(self._plan(consumed=0))
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch  # Lightning reads a batch ahead of a loader that does not tell
 
     @property
     def steps_left(self) -> int:
@@ -135,6 +139,17 @@ class TrainLoader:
         upcoming = self._ranges[self._yielded : self._yielded + 1]
         return upcoming[0].sizes(self.world_size) if upcoming else None
 
+    @property
+    def parts(self) -> list["PartOfBatch"]:
+        """What each part of the data set has in the batch that was yielded last."""
+        return self._parts(self._yielded - 1, np.array(self.indices, dtype=np.int64))
+
+    @property
+    def next_parts(self) -> list["PartOfBatch"] | None:
+        """The same of the next batch; None at an epoch's end."""
+        upcoming = self._requests[self._yielded : self._yielded + 1]
+        return self._parts(self._yielded, upcoming[0].indices) if upcoming else None
+
     def state_dict(self) -> dict[str, int]:
         """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
         return {"epoch": self.epoch, "consumed": self._consumed}
@@ -142,7 +157,7 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state saved by any number of ranks; :class:`DataError` if the data has no such position."""
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
-        if epoch < 0 or not 0 <= consumed <= len(self.dataset):
+        if epoch < 0 or not 0 <= consumed <= self.dataset.mixture.epoch_length:
             raise DataError(
                 f"there is no sample {consumed:,} of epoch {epoch} in {self.dataset.source} with its "
                 f"{len(self.dataset):,} images; resume with the data that the run began with"
@@ -150,24 +165,34 @@ class TrainLoader:
         self.epoch, self._consumed = epoch, consumed
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        if self._consumed == len(self.dataset):  # the last loop was left, or saved, at its last batch
+        if self._consumed == self.dataset.mixture.epoch_length:  # the last loop was left, or saved, at its last batch
             self.epoch, self._consumed = self.epoch + 1, 0
         plan = self._plan(self._consumed)
-        order = epoch_order(len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        self._order = order = self.dataset.mixture.order(seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         self._yielded, self._ranges = 0, plan
         parts = (order[step.part(self.rank, self.world_size)] for step in plan)
         self._requests[:] = [BatchRequest(self.epoch, part, self.augment) for part in parts]
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
-            self._check_readable(batch)
+            self._check_readable(batch, step.sizes(self.world_size)[self.rank])
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
             self._consumed, self._yielded, self.indices = step.stop, count, batch.indices.tolist()
             yield batch.images, self._labels_of(batch.indices)
         self.epoch, self._consumed = self.epoch + 1, 0
 
+    def _parts(self, number: int, indices: NDArray[np.integer[Any]]) -> list["PartOfBatch"]:
+        """The parts of batch ``number`` of the loop, in which this rank has the images ``indices`` (b,)."""
+        step, mixture, ranks = self._ranges[number], self.dataset.mixture, range(self.world_size)
+        of_ranks = [mixture.parts_of(self._order[step.part(rank, self.world_size)]) for rank in ranks]
+        own = mixture.parts_of(indices)
+        return [
+            PartOfBatch(np.flatnonzero(own == part), [int((of_rank == part).sum()) for of_rank in of_ranks])
+            for part in range(len(mixture.sizes))
+        ]
+
     def _plan(self, consumed: int) -> list["StepRange"]:
         return global_batches(
-            len(self.dataset), consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
+            self.dataset.mixture.epoch_length, consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
         )
 
     def _labels_of(self, indices: NDArray[np.integer[Any]]) -> torch.Tensor:
@@ -185,13 +210,13 @@ class TrainLoader:
                     f"the last: {failures[key]}; `plsc data check` lists them all"
                 )
 
-    def _check_readable(self, batch: "ImageBatch") -> None:
-        """Raise :class:`DataError` if no image of the data set is readable.
+    def _check_readable(self, batch: "ImageBatch", size: int) -> None:
+        """Raise :class:`DataError` if a batch of ``size`` misses images because no image of a part is readable.
 
         If there may be some beyond ``max_bad_records`` unreadable ones, that is left to :meth:`_report`.
         """
         self._has_read = self._has_read or len(batch.indices) > 0
-        if len(batch.indices) or (self._has_read and len(batch.failures) > self.max_bad_records):
+        if len(batch.indices) == size or (self._has_read and len(batch.failures) > self.max_bad_records):
             return
         first = next(iter(batch.failures.values()))
         raise DataError(
@@ -216,6 +241,13 @@ def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, s
         )
 
 
+class PartOfBatch(NamedTuple):
+    """What one part of a data set has in a global batch: ``rows`` (n,) of this rank's, ``sizes`` of every rank's."""
+
+    rows: NDArray[np.int64]
+    sizes: list[int]
+
+
 class StepRange(NamedTuple):
     """Samples of one step over all ranks: positions [start, stop) of the epoch's order."""
 
@@ -233,14 +265,6 @@ class StepRange(NamedTuple):
         """Return every rank's number of samples."""
         share, longer = divmod(self.stop - self.start, world_size)
         return [share + (rank < longer) for rank in range(world_size)]
-
-
-def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.unsignedinteger]:
-    """Return the order of an epoch, a permutation of 0 … size-1, the same on every rank; 4 bytes a sample."""
-    order: NDArray[np.unsignedinteger] = np.arange(size, dtype=np.uint32 if size <= 2**32 else np.uint64)
-    if shuffle:
-        np.random.default_rng([seed, epoch]).shuffle(order)
-    return order
 
 
 def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int) -> list[StepRange]:
@@ -304,16 +328,20 @@ class BatchReader(Dataset[ImageBatch]):
         return ImageBatch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
 
     def _with_neighbours(self, batch: ImageBatch, requested: NDArray[np.int64]) -> ImageBatch:
-        """Add the readable images that follow the first unreadable one, around the data set if need be."""
-        bad = requested[~np.isin(requested, batch.indices)][:1]
-        for distance in itertools.count(1):
-            is_hopeless = distance > len(self.dataset) and not len(batch.indices)
-            if len(batch.indices) == len(requested) or len(batch.failures) > self.max_bad_records or is_hopeless:
-                break
-            extra = self._read((bad + distance) % len(self.dataset))
-            images = torch.cat([batch.images, extra.images])
-            indices = np.concatenate([batch.indices, extra.indices])
-            batch = ImageBatch(images, indices, batch.failures | extra.failures)
+        """Add for each part of the data set as many readable images as it misses, of those behind its first bad one."""
+        mixture, missing = self.dataset.mixture, requested[~np.isin(requested, batch.indices)]
+        parts = mixture.parts_of(missing)
+        for part in np.unique(parts):
+            bad = missing[parts == part]
+            wanted, had = len(batch.indices) + len(bad), len(batch.indices)
+            for distance in itertools.count(1):
+                is_hopeless = distance > mixture.sizes[part] and len(batch.indices) == had
+                if len(batch.indices) == wanted or len(batch.failures) > self.max_bad_records or is_hopeless:
+                    break
+                extra = self._read(np.array([mixture.neighbour(int(bad[0]), distance)]))
+                images = torch.cat([batch.images, extra.images])
+                indices = np.concatenate([batch.indices, extra.indices])
+                batch = ImageBatch(images, indices, batch.failures | extra.failures)
         return batch
 
     def _fill(self, images: torch.Tensor, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], dict[str, str]]:

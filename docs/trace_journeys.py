@@ -3,9 +3,9 @@
     python docs/trace_journeys.py [--files] [--check]
 
 A small run is trained and then served by the commands themselves, in this process, on the CPU. Each journey is taken
-several times, and the last is counted by the interpreter's profiler: every file of plsc with a function that was called
-in any thread, and how often a thread went from one to another. Decoding takes place in processes of its own, and is
-not counted.
+several times, and the one that entered the fewest files is counted: a thread's periodic work may fall into another. The
+interpreter's profiler counts every file of plsc with a function that was called in any thread, and how often a thread
+went from one to another. Decoding takes place in processes of its own, and is not counted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-TAKEN = 4  # times that each journey is taken; what is made at its first time is not part of it
+TAKEN = 4  # times that each journey is taken
 RECIPE = ("--data.train", "avatars:16x8", "--eval.sets", "avatars:8x4", "--epochs", "2", "--data.batch_size", "64")
 
 
@@ -38,19 +38,23 @@ class Journey:
     """The files of plsc that calls enter while :meth:`traced` is active, in the order of their first entry."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
+        self.files: list[str] = []  # of the journey with the fewest …
         self.moves = 0
+        self._files: list[str] = []  # … and of the newest
+        self._moves = 0
         self._active = False
         self._last: dict[int, str] = {}
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Count the calls of all threads from now on, and forget what was counted before."""
-        self.files, self.moves, self._last, self._active = [], 0, {}, True
+        """Count the calls of all threads; keep the counts unless an earlier journey entered fewer files."""
+        self._files, self._moves, self._last, self._active = [], 0, {}, True
         try:
             yield
         finally:
             self._active = False
+            if not self.files or len(self._files) <= len(self.files):
+                self.files, self.moves = self._files, self._moves
 
     def profile(self, frame: FrameType, event: str, _: object) -> None:
         """Take note of a call; the interpreter's profiling function (sys.setprofile) of every thread."""
@@ -60,10 +64,10 @@ class Journey:
         thread = threading.get_ident()
         if name is None or name == self._last.get(thread):
             return
-        self.moves += thread in self._last
+        self._moves += thread in self._last
         self._last[thread] = name
-        if name not in self.files:
-            self.files.append(name)
+        if name not in self._files:
+            self._files.append(name)
 
 
 def _within_plsc(file: str) -> str | None:

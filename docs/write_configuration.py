@@ -31,8 +31,9 @@ right one. `plsc train --list-keys` prints these tables as text, `--list-keys op
 key that is about a word; behind a CONFIG, with its values. A run writes its complete configuration to
 `RUN/config.toml`.
 
-A list is written `["a.bin", "b/"]` in TOML and `a.bin,b/` on the command line. Tables, those of `[optim.groups]` and
-`[[stage]]`, are given whole there, in TOML's inline form: `--optim.groups '{ "*.bias" = { weight_decay = 0.0 } }'`.
+A list is written `["a.bin", "b/"]` in TOML and `a.bin,b/` on the command line. Tables, those of `[optim.groups]`,
+`[[stage]]` and `[[table]]`, are given whole there, in TOML's inline form:
+`--optim.groups '{ "*.bias" = { weight_decay = 0.0 } }'`.
 """
 _EXAMPLES = {
     "optim.groups": """[optim.groups]
@@ -49,6 +50,22 @@ from_epoch = 16
 head.sample_rate = 0.3
 data.augment = "standard"
 """,
+    "table": """[[table]]
+name = "faces"
+data.train = "faces.rec"
+batch_share = 3
+head.init_rows = "faces.npy"
+
+[[table]]
+name = "scenes"
+data.train = "scenes/"
+data.labels = "clusters/top_labels.npy"
+batch_share = 1
+loss_weight = 0.5
+head.margin = "cosface"
+head.sample_rate = 0.1
+head.placement = "host"
+""",
 }
 
 
@@ -62,7 +79,7 @@ def page() -> str:
         parts += [
             _tables(entry) for name, entry in config.TABLES.items() if name.rpartition(".")[0] == section and section
         ]
-    parts.append(_tables(config.TABLES["stage"]))
+    parts += [_tables(config.TABLES[name]) for name in ("stage", "table")]
     return "\n".join([*parts, _recipes()])
 
 
@@ -83,9 +100,9 @@ def _table(keys: list[Key]) -> str:
 
 def _tables(entry: Tables) -> str:
     """The keys of tables, and which keys of the run they take besides."""
-    own = [key for key in entry.keys.values() if not key.in_stages]
+    own = [key for name, key in entry.keys.items() if name not in config.KEYS]
     lines = [f"## `{entry.title}`", "", entry.doc, "", _table(own)]
-    if borrowed := [f"`{name}`" for name, key in entry.keys.items() if key.in_stages]:
+    if borrowed := [f"`{name}`" for name in entry.keys if name in config.KEYS]:
         lines += [f"Beside these, keys of the run: {', '.join(borrowed)}.", ""]
     example = _EXAMPLES[entry.name]
     return "\n".join([*lines, f"```toml\n{example}```", ""])

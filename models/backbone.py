@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
+from plsc.extensions import Registry
 from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.recompute import Segment, innermost_blocks, recompute_in_backward
@@ -98,7 +99,9 @@ class Architecture(NamedTuple):
 
 Builder = Callable[..., Backbone]
 Inference = Callable[[Mapping[str, Tensor]], Architecture]
-_builders: dict[str, Builder] = {}
+_builders: Registry[Builder] = Registry(
+    "plsc.backbones", {}, callable, "a function of (embedding_dim, image_size, **options) that returns a Backbone"
+)
 _prefixes: dict[str, Callable[[str], Builder]] = {}
 _inferences: list[tuple[tuple[str, ...], Inference]] = []
 
@@ -126,9 +129,14 @@ def register_prefix(prefix: str, resolve: Callable[[str], Builder]) -> None:
     _prefixes[prefix] = resolve
 
 
+def exists(name: str) -> bool:
+    """Return whether :func:`create` takes ``name``, which is no ``timm:NAME``; asks packages of a foreign one alone."""
+    return _builders.find(name) is not None
+
+
 def names() -> tuple[str, ...]:
-    """Return the names that :func:`create` takes, besides ``timm:NAME``."""
-    return tuple(_builders)
+    """Return the names that :func:`create` takes, besides ``timm:NAME``; those of installed packages are the last."""
+    return _builders.every_name()
 
 
 def create(name: str, *, embedding_dim: int = 512, image_size: ImageSize = DEFAULT_SIZE, **options: Any) -> Backbone:
@@ -199,14 +207,14 @@ def count_blocks(state: Mapping[str, Tensor], pattern: str) -> int:
 
 
 def _builder(name: str) -> Builder:
-    if name in _builders:
-        return _builders[name]
+    if (builder := _builders.find(name)) is not None:
+        return builder
     for prefix, resolve in _prefixes.items():
         if name.startswith(prefix):
             return resolve(name.removeprefix(prefix))
     theirs = {known: ARCFACE_TORCH_NAMES.get(known, known).partition("_dp")[0] for known in _builders}
     hint = did_you_mean(name, {known: (known, their) for known, their in theirs.items()})
-    raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(_builders)}, timm:NAME)")
+    raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(names())}, timm:NAME)")
 
 
 def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ state_dict alone has none of it; then timm's own registry says what the weights 
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from plsc.errors import DataError, UsageError, first_line
+from plsc.files import LARGEST_JSON
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
-from plsc.signing import MODEL, read_signed
+from plsc.signing import MODEL, SUFFIX, is_asked_for, read_signed
+from plsc.text_files import read_text
 
 HUB_PREFIX = "hf-hub:"
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first of them that a folder holds
+LAYERS = "embedding.safetensors"  # of a TimmBackbone whose trunk is stored under timm's names: the layers behind it
 _HUB_SECONDS = 5.0  # for its first answer
 _TIMMS_OWN_ID = re.compile(r"timm/[\w.-]+")
 # timm's options that fetch or open other files: a file must not set them.
@@ -56,25 +59,42 @@ def weights_file(source: str | Path) -> Path:
         return found
     text = str(source)
     if not path.exists() and (text.startswith(HUB_PREFIX) or _TIMMS_OWN_ID.fullmatch(text)):
-        return _downloaded(text)
+        return _downloaded(text, FILES)
     return path
 
 
-def _downloaded(hub_id: str) -> Path:
+def is_hub_id(source: str | Path) -> bool:
+    """Return whether ``source`` names a repository of the hub: ``hf-hub:ORG/NAME``, perhaps with ``@REVISION``."""
+    return str(source).startswith(HUB_PREFIX)
+
+
+def hub_model(hub_id: str) -> Path:
+    """Return the model.safetensors of a repository of the hub, with the files that it needs beside it.
+
+    Nothing that is pickled is asked for. Without the hub, or with HF_HUB_OFFLINE, it is found in the cache.
+
+    Raises:
+        UsageError: the hub and its cache do not have it.
+    """
+    return _downloaded(hub_id, FILES[:1])
+
+
+def _downloaded(hub_id: str, weights: tuple[str, ...]) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     repository, _, revision = hub_id.removeprefix(HUB_PREFIX).partition("@")
-    silence = _why_no_hub()
+    silence = why_no_hub()
     get = partial(hf_hub_download, repository, revision=revision or None, local_files_only=silence is not None)
     try:
-        get(CONFIG)
-        try:
-            return Path(get(FILES[0]))
-        except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError):  # not known to be missing: the hub was not reached
-                raise
-            return Path(get(FILES[1]))
+        config = get(CONFIG)
+        *others, last = weights
+        found = next((path for name in others if (path := _if_there(get, name))), None) or get(last)
+        if LAYERS in read_text(Path(config), LARGEST_JSON):
+            get(LAYERS)
+        if is_asked_for():
+            for name in (CONFIG, Path(found).name, LAYERS):
+                _if_there(get, name + SUFFIX)
+        return Path(found)
     except Exception as error:  # errors of the hub, its HTTP client and its checks of names share no base class
         raise UsageError(
             f"{hub_id} cannot be had from the Hugging Face hub ({silence or first_line(error)}); check its name and "
@@ -82,7 +102,18 @@ def _downloaded(hub_id: str) -> Path:
         ) from None
 
 
-def _why_no_hub() -> str | None:
+def _if_there(get: Callable[[str], str], name: str) -> str | None:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return get(name)
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError) and not name.endswith(SUFFIX):  # the hub was not reached
+            raise
+        return None
+
+
+def why_no_hub() -> str | None:
     """The reason why the hub is not asked, but its cache alone; None where it answers.
 
     hf_hub_download would try five times, for half a minute, with a line of its own for each; nothing sets fewer.

@@ -25,6 +25,8 @@ from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, Ro
 from plsc.signing import MODEL, open_signed
 
 FORMAT = "plsc-backbone-1"
+LAYOUT, TIMM_LAYOUT = "layout", "timm"  # in the metadata of a file that timm reads too, and …
+CLASSIFIER = "classifier"  # … the name there of timm's last layer, which stands for the layers of timm_weights.LAYERS
 _PLAIN_NAME = re.compile(rf"({ROTATION_PREFIX})?({TIMM_PREFIX})?[\w.-]+")  # timm would fetch hf-hub:X, read local-dir:X
 
 _LARGEST_HEADER = 4 << 20  # of .safetensors: some 100 bytes for each tensor
@@ -50,14 +52,19 @@ def serialize_model(model: nn.Module) -> bytes:
     from safetensors.torch import save
 
     backbone = unwrapped(model)
-    metadata = {
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
+    return save(state, model_metadata(backbone))
+
+
+def model_metadata(backbone: Backbone) -> dict[str, str]:
+    """Return what a file says of a backbone: name, embedding_dim, options and preprocessing, as texts."""
+    return {
         "format": FORMAT,
         "name": backbone.name,
         "embedding_dim": str(backbone.embedding_dim),
         "options": json.dumps(backbone.options, default=str),
         **backbone.preprocessing.metadata(),
     }
-    return save({key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}, metadata)
 
 
 def load_model(path: str | Path, *, architecture: str | None = None, own: bool = False) -> Backbone:
@@ -172,7 +179,16 @@ def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dic
         state, metadata = _read_safetensors(file, path) if is_safe else (_read_torch(file, path), {})
     if not state:
         raise DataError(f"{path} holds no tensors")
+    if is_safe and metadata.get(LAYOUT) == TIMM_LAYOUT:
+        return _joined(state, metadata.get(CLASSIFIER, ""), path, own=own), metadata
     return _without_prefixes(state), metadata
+
+
+def _joined(trunk: dict[str, Tensor], classifier: str, path: Path, *, own: bool) -> dict[str, Tensor]:
+    """The state of a TimmBackbone whose trunk is in ``path`` under timm's names, and its last layers beside it."""
+    layers, _ = read_state(path.with_name(timm_weights.LAYERS), own=own)
+    kept = {key: tensor for key, tensor in trunk.items() if not (classifier and key.startswith(f"{classifier}."))}
+    return {f"trunk.{key}": tensor for key, tensor in kept.items()} | layers
 
 
 def unwrapped(model: nn.Module) -> Backbone:

@@ -22,7 +22,7 @@ class TimmBackbone(Backbone):
 
     def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> None:
         super().__init__(name, embedding_dim, image_size)
-        self.trunk = _create_trunk(name, image_size, options)
+        self.trunk, _ = timm_model(name, image_size, options)
         self.fc = nn.Linear(int(self.trunk.head_hidden_size), embedding_dim, bias=False)
         self.features = nn.BatchNorm1d(embedding_dim)
 
@@ -41,17 +41,28 @@ def timm_builder(name: str) -> Builder:
     return partial(TimmBackbone, f"{TIMM_PREFIX}{name}")
 
 
-def _create_trunk(name: str, image_size: ImageSize, options: dict[str, Any]) -> Any:
+def timm_model(
+    name: str, image_size: ImageSize, options: dict[str, Any], num_classes: int = 0
+) -> tuple[Any, dict[str, Any]]:
+    """Create timm's model ``timm:NAME`` with fresh weights.
+
+    Returns:
+        The model, and the arguments beside the number of classes that it was created with.
+
+    Raises:
+        UsageError: timm refuses the size or the options.
+    """
     import timm
 
-    create_model = partial(timm.create_model, name.removeprefix(TIMM_PREFIX), num_classes=0)
+    create_model = partial(timm.create_model, name.removeprefix(TIMM_PREFIX), num_classes=num_classes)
+    sized = {"img_size": image_size, **options}
     try:
         try:
-            return create_model(img_size=image_size, **options)
+            return create_model(**sized), sized
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            return create_model(**options)  # a fully convolutional model, which takes any size
+            return create_model(**options), dict(options)  # a fully convolutional model, which takes any size
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(
             f"timm cannot build {name} for images of {size_text(image_size)}: {first_line(error)}"

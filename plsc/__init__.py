@@ -1,8 +1,8 @@
 """plsc: train recognition models over tens of millions of classes, and put them to work.
 
-Training: :func:`init`, :func:`data_parallel`, :class:`ShardedHead` with its margins, and its optimizers
-:class:`HeadSGD` and :class:`HeadAdamW`. A trained model: :func:`load_model`, :func:`embed`, :func:`evaluate`,
-:class:`Index`; :func:`open_images` and :func:`align` for its pictures, :class:`Client` for a service.
+Training: :func:`init`, :func:`data_parallel`, :class:`ShardedHead` with its margins, :class:`ShardedHeads` for several,
+and the optimizers :class:`HeadSGD` and :class:`HeadAdamW`. A trained model: :func:`load_model`, :func:`embed`,
+:func:`evaluate`, :class:`Index`; :func:`open_images` and :func:`align` for its pictures, :class:`Client` for a service.
 
 The names below are imported at their first use (PEP 562): ``import plsc``, and with it ``plsc --help``, takes
 milliseconds and no torch.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
     from plsc.head import ShardedHead as ShardedHead
+    from plsc.head import ShardedHeads as ShardedHeads
     from plsc.index import Index as Index
     from plsc.losses.margins import *  # noqa: F403  (every margin, by its __all__)
     from plsc.optim import HeadAdamW as HeadAdamW
@@ -35,7 +36,7 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
-    "plsc.head": ("ShardedHead",),
+    "plsc.head": ("ShardedHead", "ShardedHeads"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",
@@ -53,7 +54,14 @@ _EXPORTS = {
     "plsc.parallel": ("data_parallel", "init"),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_PACKAGES = ("errors", "head", "losses", "optim", "parallel")  # reachable as attributes after `import plsc` alone
+_PACKAGES = (
+    "collectives",
+    "errors",
+    "head",
+    "losses",
+    "optim",
+    "parallel",
+)  # reachable as attributes after `import plsc` alone
 
 __all__ = [*_MODULES]
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,18 +44,21 @@ def load_model(
     precision: str = "auto",
     architecture: str | None = None,
     best: bool = False,
+    provider: str = "auto",
 ) -> Embedder:
     """Load a model that turns images into embeddings.
 
     Args:
         source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict
-            of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; or an .onnx file with one input and one
-            output.
+            of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; an .onnx file with one input and one
+            output; or ``hf-hub:ORG/NAME``, perhaps with ``@REVISION``: what ``plsc push`` put on the Hugging Face hub.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", "bf16", "fp16", or "auto": on GPUs bf16 (fp16 on Volta and Turing, fp32 on older ones), fp32
             on CPUs and for .onnx.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
         best: of a run directory, take the weights of the best evaluation (``best.safetensors``).
+        provider: of onnxruntime, for an .onnx file: "cpu", "cuda", "tensorrt", "openvino" or "coreml"; where it is not
+            installed, a warning is logged and the CPU's runs. "auto" is what ``device`` says.
 
     Returns:
         The model. Its ``embedding_dim`` is D, its ``image_size`` the side of square images or (height, width), its
@@ -72,7 +75,9 @@ def load_model(
             "plsc.models.save_model(net, FILE) writes a backbone"
         )
     chosen = None if device is None else to_device(device)
-    return open_embedder(source, device=chosen, precision=precision, architecture=architecture, best=best)
+    return open_embedder(
+        source, device=chosen, precision=precision, architecture=architecture, best=best, provider=provider
+    )
 
 
 def embed(
@@ -147,6 +152,7 @@ def evaluate(
     mesh: Mesh | None = None,
     quiet: bool = True,
     rocs: dict[str, Roc] | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model on identities that it was not trained on, as ``plsc eval`` does.
 
@@ -162,10 +168,11 @@ def evaluate(
         mesh: ranks that share the work, each of which calls. None: this process does all.
         quiet: print no progress.
         rocs: is filled with each set's exact ROC, which :func:`plsc.evaluation.calibration.calibrate` takes.
+        groups: of identities by their names: labelled sets then have "by_group", error rates at one threshold.
 
     Returns:
-        What ``plsc eval --json`` writes: {"model", "sets": {NAME: {"accuracy", "auc", "tar@far", "rank1", …}}}, with
-        None for what a set cannot give.
+        What ``plsc eval --json`` writes: {"model", "contract_id", "sets": {NAME: {"accuracy", "auc", "tar@far",
+        "rank1", …}}}, with None for what a set cannot give; the contract id of "raw-pixels" is None.
 
     Raises:
         UsageError: there is nothing to evaluate on, or no such set.
@@ -193,11 +200,19 @@ def evaluate(
         "quiet": quiet,
     }
     results = evaluate_sets(
-        function, sources, interpolation=contract.interpolation, seed=seed, flip=flip, rocs=rocs, **options
+        function,
+        sources,
+        interpolation=contract.interpolation,
+        seed=seed,
+        flip=flip,
+        rocs=rocs,
+        groups=groups,
+        **options,
     )
     if ijb is not None:
         results |= evaluate_ijb(function, Path(ijb), **options)
-    return {"model": name, "sets": results}
+    contract_id = function.contract_id if isinstance(function, Embedder) else None
+    return {"model": name, "contract_id": contract_id, "sets": results}
 
 
 def align(

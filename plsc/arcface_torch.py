@@ -27,9 +27,17 @@ def _table(rows: Mapping[str, str | tuple[str, str]]) -> Mapping[str, Counterpar
     return {name: Counterpart(*((row,) if isinstance(row, str) else row)) for name, row in rows.items()}
 
 
-_WANDB = ("using_wandb", "wandb_key", "wandb_entity", "wandb_project", "wandb_log_all", "wandb_resume")
-_TRACKING = (*_WANDB, "suffix_run_name", "notes", "save_artifacts")
-_NO_TRACKING = ("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log hold what a tracking service would show")
+_WANDB = {
+    "using_wandb": ('log.to = ["tensorboard", "wandb"]', "offline, unless WANDB_MODE=online is in the environment"),
+    "wandb_key": ("", "WANDB_API_KEY in the environment, or wandb login"),
+    "wandb_entity": ("", "WANDB_ENTITY in the environment"),
+    "wandb_project": ("", "WANDB_PROJECT in the environment"),
+    "wandb_log_all": ("", "the first rank alone logs"),
+    "wandb_resume": ("--resume auto", "an option of plsc train, not a key; the run goes on in W&B too"),
+    "suffix_run_name": ("", "WANDB_NAME in the environment, else the run directory's name"),
+    "notes": ("", "WANDB_NOTES in the environment"),
+    "save_artifacts": ("", "RUN/model.safetensors and RUN/checkpoints hold the weights"),
+}
 
 KEYS = _table(
     {
@@ -67,7 +75,7 @@ KEYS = _table(
         "save_all_states": ("checkpoint.every_steps", "checkpoints always hold everything"),
         "dali": ("", "images are decoded by data.workers processes per rank, whose order needs no shuffled .rec"),
         "dali_aug": ('data.augment = "standard"', "a set of augmentations of its own"),
-        **dict.fromkeys(_TRACKING, _NO_TRACKING),
+        **_WANDB,
         "local_rank": ("--nproc N", "an option of plsc train; under torchrun neither is needed"),
     }
 )

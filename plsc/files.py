@@ -416,6 +416,21 @@ def atomic_private_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes ``target`` by :func:`atomic_replace_dir` unless the block fails."""
+    target = target.absolute()
+    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with new_folder(target.parent):
+        try:
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            tmp_path.mkdir()
+            yield tmp_path
+            atomic_replace_dir(tmp_path, target)
+        finally:
+            shutil.rmtree(tmp_path, ignore_errors=True)
+
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 

@@ -12,11 +12,12 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import UsageError
+from plsc.extensions import Registry
 from plsc.nearest import did_you_mean
 from plsc.text_files import parse_toml
 
@@ -42,6 +43,7 @@ class Key:
         choices_or_registry: as :func:`key` takes them.
         above, least, most, below: limits of a number; None: there is none.
         renamed_from: its former name in its section.
+        former_values: what values that it took by its former name are now, by the TOML of each.
         also_called: names that other programs give to it, which errors answer with this one.
         in_stages: a stage of a run may give it another value.
         is_fixed: a run that goes on keeps its value: stored tensors' shapes, samples' order or pixels depend on it.
@@ -56,6 +58,7 @@ class Key:
     most: float | None = None
     below: float | None = None
     renamed_from: str = ""
+    former_values: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     also_called: tuple[str, ...] = ()
     in_stages: bool = False
     is_fixed: bool = False
@@ -72,8 +75,19 @@ class Key:
     @property
     def choices(self) -> tuple[str, ...]:
         """The values that the key takes; empty where limits or nothing bound them."""
+        return tuple(self._registry)
+
+    @property
+    def _registry(self) -> Sequence[str] | Mapping[str, Any]:
         listed = self.choices_or_registry
-        return tuple(pkgutil.resolve_name(listed) if isinstance(listed, str) else listed)
+        found: Sequence[str] | Mapping[str, Any] = pkgutil.resolve_name(listed) if isinstance(listed, str) else listed
+        return found
+
+    @property
+    def every_choice(self) -> tuple[str, ...]:
+        """The choices, and the names that installed packages add to them (:mod:`plsc.extensions`)."""
+        registry = self._registry
+        return registry.every_name() if isinstance(registry, Registry) else tuple(registry)
 
     @property
     def kind(self) -> type:
@@ -110,7 +124,7 @@ class Key:
     def expected(self) -> str:
         """Accepted values, in words."""
         if self.choices and self.kind is str:
-            return f"one of {', '.join(self.choices)}"
+            return f"one of {', '.join(self.every_choice)}"
         limits = {"above": self.above, "at least": self.least, "at most": self.most, "below": self.below}
         given = [f"{word} {limit:.12g}" for word, limit in limits.items() if limit is not None]
         bounded = " ".join([self.type_name, " and ".join(given)]).rstrip()
@@ -118,6 +132,8 @@ class Key:
 
     def checked(self, value: Any) -> Any:
         """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
+        if isinstance(value, bool):
+            value = self.former_values.get(toml_value(value), value)
         if not self.takes_list or (not self.is_list and not isinstance(value, list | tuple)):
             return self._checked_scalar(value, value)
         if not isinstance(value, list | tuple):
@@ -127,6 +143,8 @@ class Key:
     def parsed(self, text: str) -> Any:
         """Parse text of a command line to the key's type (unchecked): lists by commas or as TOML."""
         text = text.strip()
+        if text in self.former_values:
+            return self.former_values[text]
         if not self.takes_list or (not self.is_list and not text.startswith("[") and "," not in text):
             return self._parsed_scalar(text)
         if text.startswith("["):
@@ -145,12 +163,15 @@ class Key:
             value = float(value)
         if type(value) is not kind:
             raise self._wrong(whole)
-        if self.choices and kind is str and not any(_is_choice(value, choice) for choice in self.choices):
-            hint = did_you_mean(value, self.choices)
+        if self.choices and kind is str and not self._takes(value):
+            hint = did_you_mean(value, self.every_choice)
             raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{hint}")
         if kind is not str and kind is not bool and not self._within(value):
             raise UsageError(f"{self.name} = {toml_value(value)} is out of range; it takes {self.expected}")
         return value
+
+    def _takes(self, value: str) -> bool:
+        return any(_is_choice(value, choice) for choice in self.choices) or value in self.every_choice
 
     def _within(self, value: float) -> bool:
         return (

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Commands that tests start would take every core for their threads, which wait for each other by spinning, beside the
+# other process of tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 import torch
@@ -83,8 +87,8 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Iterator[None]:
-    """Limit the time of fixtures."""
-    with time_limit():
+    """Limit the time of fixtures: one may do the work of a whole file, but ends before faulthandler_timeout."""
+    with time_limit(540):
         return (yield)
 
 

@@ -126,6 +126,39 @@ class MultiLabelOracle:
 
 
 @dataclass
+class FilteredOracle:
+    """A softmax for each label, without the classes one of whose rows is as close to one of the label's as ``limit``.
+
+    y is (B,), or (B, K) with -1 for none, whose losses are averaged by sample.
+    """
+
+    margin: Oracle
+    limit: float
+    positives: str = "excluded"
+
+    def loss(self, x: Tensor, y: Tensor, weight: Tensor, centers: int = 1, classes: Tensor | None = None) -> Tensor:
+        rows = weight / weight.norm(dim=1, keepdim=True)
+        nearness = (rows @ rows.T).view(len(rows) // centers, centers, -1, centers).amax((1, 3))
+        norm = x.norm(dim=1)
+        cos = ((x / norm[:, None]) @ rows.T).view(len(x), -1, centers).amax(2)
+        losses = []
+        for i, labels in enumerate(y.view(len(x), -1).tolist()):
+            own = sorted({label for label in labels if label >= 0})
+            of_labels = []
+            for p in own:
+                phi, negatives, _ = self.margin.margin(cos[i, p : p + 1], norm[i : i + 1], cos[i : i + 1])
+                left_out = nearness[p] >= self.limit
+                left_out[own if self.positives == "excluded" else p] = True
+                if classes is not None:
+                    left_out = left_out | ~classes
+                z = self.margin.s * torch.cat([phi, negatives[0][~left_out]])
+                of_labels.append(torch.logsumexp(z, 0) - z[0])
+            if own:
+                losses.append(torch.stack(of_labels).mean())
+        return torch.stack(losses).mean()
+
+
+@dataclass
 class SeparateOracle:
     """MLCD: log(1 + Σ exp(z_j) over negatives) + log(1 + Σ exp(−z_p) over the labels of a sample)."""
 

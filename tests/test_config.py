@@ -86,7 +86,7 @@ def test_recipe_loads(recipe: Path) -> None:
 )
 def test_recipes_for_gpus_multiply_the_class_table_on_their_matrix_units(recipe: Path) -> None:
     from plsc.parallel import Mesh
-    from plsc.train.components import make_head
+    from plsc.train.tables import make_head
 
     head = make_head(config.load(recipe), 10, Mesh(0, 1, 0, torch.device("meta")))
     assert head.weight.dtype == torch.bfloat16 or head.fp32_precision == "tf32"
@@ -235,7 +235,7 @@ def test_a_shipped_configuration_is_loaded_by_its_name(tmp_path: Path, monkeypat
     assert config.shipped() == [path.stem for path in RECIPES]
     assert config.load("fine_tune") == config.load("fine_tune.toml") == config.load(config.SHIPPED / "fine_tune.toml")
     with pytest.raises(
-        UsageError, match=r"mine\.toml does not exist.*shipped configuration: avatars_quickstart, fine_tune"
+        UsageError, match=r"mine\.toml does not exist.*shipped configuration: avatars_quickstart, cluster_avatars"
     ):
         config.load("mine.toml")
     (tmp_path / "fine_tune.toml").write_text("seed = 5")  # a file of the user's comes first

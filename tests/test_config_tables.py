@@ -73,13 +73,15 @@ def test_each_stage_keeps_what_it_does_not_give(tmp_path: Path) -> None:
 
 
 def test_tables_survive_the_file_the_checkpoint_and_the_command_line(tmp_path: Path) -> None:
-    loaded = load(tmp_path, WHOLE)
+    whole = WHOLE + '[[table]]\nname = "people"\nhead.s = 32\n[[table]]\nname = "scenes"\nbatch_share = 2\n'
+    loaded = load(tmp_path, whole)
     assert load(tmp_path, config.to_toml(loaded)) == loaded
     assert config.from_dict(json.loads(json.dumps(config.to_dict(loaded)))) == loaded
     words = [word for name in TABLES for word in (f"--{name}", config.shown(name, config.get(loaded, name)))]
     bare = load(tmp_path, 'epochs = 10\nfrozen = ["stem.*"]', config.parse_arguments(words))
     assert bare == loaded
-    assert load(tmp_path, WHOLE, {"stage": "[]", "optim.groups": "{}"}) == load(tmp_path, WHOLE.split("[optim]")[0])
+    without = load(tmp_path, whole, {"stage": "[]", "optim.groups": "{}", "table": "[]"})
+    assert without == load(tmp_path, WHOLE.split("[optim]")[0])
 
 
 def test_differences_name_tables_too(tmp_path: Path) -> None:

@@ -5,20 +5,27 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
+import urllib.request
 import zipfile
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.waiting import serving
+
+import plsc
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 
 
-def build(source: Path, out: Path, *options: str) -> None:
-    command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def build(source: Path, out: Path, *, umask: int = -1) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, umask=umask)
     assert done.returncode == 0, done.stderr
 
 
@@ -55,15 +62,23 @@ def test_nothing_but_plsc_lands_in_site_packages(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"plsc", next(n for n in names if "dist-info" in n).split("/")[0]}
     for expected in ("py.typed", "quickstart/page.html", "configs/avatars_quickstart.toml", "models/iresnet.py"):
         assert f"plsc/{expected}" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    licences = {name.partition("licenses/")[2] for name in names}
+    vendored = {f"plsc/serve/swagger_ui/{name}" for name in ("LICENSE", "NOTICE", "swagger-ui-bundle.js.LICENSE.txt")}
+    assert licences >= {"LICENSE", *vendored}
 
 
-def test_the_source_distribution_makes_the_same_wheel_as_the_checkout(
-    source: Path, wheel: Path, tmp_path: Path
+def test_archives_are_the_same_bytes_when_others_build_them_later(
+    source: Path, published: Path, tmp_path: Path
 ) -> None:
-    build(source, tmp_path, "--wheel")
-    (from_checkout,) = tmp_path.glob("*.whl")
-    assert sorted(zipfile.ZipFile(wheel).namelist()) == sorted(zipfile.ZipFile(from_checkout).namelist())
+    """The files' times, order and modes, the person's umask and what an earlier build left behind play no part."""
+    for file in source.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            os.utime(file, (2e9, 2e9))
+            file.chmod(file.stat().st_mode & 0o700)
+    build(source, tmp_path, umask=0o077)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [file.name for file in sorted(published.iterdir())]
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (published / file.name).read_bytes(), file.name
 
 
 def test_the_source_distribution_holds_what_readme_refers_to_and_no_tests(published: Path) -> None:
@@ -71,62 +86,140 @@ def test_the_source_distribution_holds_what_readme_refers_to_and_no_tests(publis
         names = {name.partition("/")[2] for name in archive.getnames()}
     referred = {path for path in names if f"]({path})" in (ROOT / "README.md").read_text(encoding="utf-8")}
     assert referred >= {"docs/serving.md", "docs/page-desktop.png"}
-    assert names >= {"LICENSE", "CHANGELOG.md", "configs/fine_tune.toml", "models/iresnet.py", "plsc/native/tiles.h"}
+    assert names >= {
+        "LICENSE",
+        "CHANGELOG.md",
+        "examples/plain_torch.py",
+        "configs/fine_tune.toml",
+        "models/iresnet.py",
+        "plsc/native/tiles.h",
+    }
     assert not {name for name in names if name.startswith(("tests", "plsc/models", "plsc/configs"))}
 
 
-def test_installed_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*install, "--target", str(site), str(wheel)], check=True)
-
-    def run(*command: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(site)}
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    code = "import plsc.models; from plsc import config; print(plsc.models.__file__, config.load('fine_tune').backbone)"
-    file, backbone = run("-c", code).split()
-    assert Path(file).is_relative_to(site)
-    assert backbone == "iresnet50"
-    assert "quickstart" in run("-m", "plsc.tools.entry", "--help")
-    assert "6" in run("-m", "plsc.tools.entry", "data", "stats", "avatars:3x2")
+def needed(requirements: Iterator[Requirement], extra: str, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The distributions (with an extra of theirs) that pip would install, of those that are installed here."""
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for of in requirement.extras or {""}:
+            name = canonicalize_name(requirement.name)
+            if (name, of) not in found:
+                found.add((name, of))
+                needed(map(Requirement, metadata.distribution(name).requires or ()), of, found)
+    return found
 
 
-LEAN = r"""
-import sys
-from importlib.machinery import PathFinder
-find, needed = PathFinder.find_spec, sys.argv.pop(1).split()
-PathFinder.find_spec = classmethod(
-    lambda cls, name, *rest: None if name.partition(".")[0] in needed else find(name, *rest)
-)
-from plsc.tools.entry import main
-sys.exit(main())
-"""
+class Environment:
+    """A virtual environment that has the wheel, installed with an extra, and what these need: links to what is here."""
+
+    def __init__(self, folder: Path, wheel: Path, extra: str) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        self.python = folder / "bin/python"
+        (site,) = folder.glob("lib/python*/site-packages")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
+        (own,) = metadata.distributions(name="plsc-torch", path=[str(site)])
+        requirements = [Requirement(line) for line in own.requires or ()]
+        for name in sorted({name for name, _ in needed(iter(requirements), extra, set())} - {"plsc-torch"}):
+            distribution = metadata.distribution(name)
+            for top in {file.parts[0] for file in distribution.files or ()} - {"..", "bin", "share", "__pycache__"}:
+                if not (site / top).exists():
+                    (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+        self.environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(self, *command: str, cwd: Path) -> tuple[int, str, str]:
+        done = subprocess.run([self.python, *command], cwd=cwd, env=self.environment, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    def plsc(self, *command: str, cwd: Path) -> str:
+        code, out, err = self.run("-m", "plsc.tools.entry", *command, cwd=cwd)
+        assert code == 0, err
+        return out + err
 
 
-def test_a_node_that_only_trains_needs_no_more_than_the_documentation_says(tmp_path: Path) -> None:
-    """The dependencies that docs/install.md leaves out cannot be imported: training and planning go on without them."""
-    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
-    (lean,) = re.findall(r"only trains.*?`pip install (.*?)`", page, re.DOTALL)
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        stated = [re.match(r"[\w-]+", line)[0] for line in tomllib.load(file)["project"]["dependencies"]]
-    assert set(lean.split()) < set(stated)
-    modules = {"faiss-cpu": "faiss", "prometheus-client": "prometheus_client"}
-    absent = " ".join(modules.get(name, name) for name in stated if name not in {*lean.split(), "filelock"})  # torch's
+@pytest.fixture(scope="module")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("base") / "venv", wheel, "")
 
-    def run(*command: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", LEAN, absent, *command], cwd=tmp_path, capture_output=True, text=True
-        )
-        return done.returncode, done.stderr
 
-    small = ("--data.train", "avatars:8x4", "--eval.sets", "avatars:4x4", "--epochs", "1")
-    code, lines = run("train", "avatars_quickstart", *small, "--out", "run")
-    assert code == 0, lines
-    assert (tmp_path / "run" / "best.safetensors").exists()
-    code, lines = run("plan", "avatars_quickstart")
-    assert code == 0, lines
-    needs = "plsc serve: error: it needs uvicorn: pip install plsc-torch brings it\n"
-    assert run("serve", "--model", "run", "--store", "gallery") == (1, needs)
+@pytest.fixture(scope="module")
+def work(base: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of three steps and embeddings, made in an environment without extras."""
+    folder = tmp_path_factory.mktemp("work")
+    small = ("--data.train", "avatars:16x8", "--data.batch_size", "16", "--eval.sets", "avatars:4x4", "--steps", "3")
+    base.plsc("train", "avatars_quickstart", *small, "--out", "run", cwd=folder)
+    base.plsc("embed", "run", "--data", "avatars:8x4", "--out", "faces.emb", cwd=folder)
+    return folder
+
+
+def test_an_installation_without_extras_trains_and_names_the_extra_of_a_command(base: Environment, work: Path) -> None:
+    code = "import plsc, plsc.models; print(plsc.__version__, plsc.models.__file__)"
+    _, out, _ = base.run("-c", code, cwd=work)
+    version, file = out.split()
+    assert version == plsc.__version__
+    assert Path(file).is_relative_to(base.python.parents[1])
+    assert (work / "run/best.safetensors").exists()
+    base.plsc("plan", "avatars_quickstart", cwd=work)
+    commands = {
+        "serve --model run --store gallery": "it needs uvicorn: pip install 'plsc-torch[serve]' brings it",
+        "export run --format onnx --out m.onnx": "it needs onnx: pip install 'plsc-torch[export]' brings it",
+        "index build faces.emb --out idx": "it needs faiss: pip install 'plsc-torch[search]' brings it",
+        "quickstart": "it takes every part of plsc once, and faiss, httpx, onnx, onnxruntime, onnxscript, uvicorn are "
+        "missing: pip install 'plsc-torch[all]'",
+    }
+    for command, line in commands.items():
+        expected = f"plsc {command.split()[0]}: error: {line}\n"
+        assert base.run("-m", "plsc.tools.entry", *command.split(), cwd=work)[::2] == (1, expected)
+
+
+def test_an_installation_that_serves_has_all_that_it_needs(wheel: Path, work: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "venv", wheel, "serve")
+    serve = ["serve", "--model", "run", "--store", str(tmp_path / "gallery")]
+    with (
+        serving(serve, python=environment.python, cwd=work, env=environment.environment) as address,
+        urllib.request.urlopen(f"{address}/openapi.json") as answer,
+    ):
+        assert b"/v1/" in answer.read()
+
+
+# Of each extra, a command that does not work without it; of one without a command that runs anywhere, its modules.
+EXTRAS = {
+    "client": ("-c", "import httpx, plsc; plsc.Client('http://127.0.0.1:9')"),
+    "cluster": ("-m", "plsc.tools.entry", "cluster", "faces.emb", "--method", "hdbscan", "--out", "clusters"),
+    "detector": ("-c", "from plsc.embedding.detector import open_detector; open_detector('mtcnn')"),
+    "encryption": ("-c", "from plsc.gallery.sqlite.keys import cipher; cipher(bytes(32))"),
+    "export": ("-m", "plsc.tools.entry", "export", "run", "--format", "onnx", "--out", "model.onnx"),
+    "heic": ("-c", "from plsc.image_files import unread_formats; assert 'HEIF' not in unread_formats()"),
+    "hub": (
+        "-c",
+        "import huggingface_hub; from plsc.tools.entry import main; assert not main(['push', 'run', '--folder', 'h'])",
+    ),
+    "milvus": ("-c", "import plsc.gallery.milvus, pymilvus"),
+    "mlflow": ("-c", "from plsc.loggers import check_loggers; check_loggers(['mlflow'])"),
+    "postgres": ("-c", "import pgvector.psycopg, plsc.gallery.postgres, psycopg_pool"),
+    "search": ("-m", "plsc.tools.entry", "index", "build", "faces.emb", "--out", "idx"),
+    "signing": ("-m", "plsc.tools.entry", "sign", "--help"),
+    "timm": ("-m", "plsc.tools.entry", "plan", "avatars_quickstart", "--backbone", "timm:resnet18"),
+    "wandb": ("-c", "from plsc.loggers import check_loggers; check_loggers(['wandb'])"),
+    "torchao": ("-c", "from plsc.optim.eight_bit_adamw import *; import torchao"),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_each_extra_brings_what_it_is_for(extra: str, wheel: Path, work: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "venv", wheel, extra)
+    code, out, err = environment.run(*EXTRAS[extra], cwd=work)
+    assert code == 0, out + err
+
+
+def test_every_extra_is_tried_or_cannot_be_here(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra: ")}
+    assert extras == {*EXTRAS, "all", "dev", "gpu", "power", "serve"}
+
+
+def test_an_installation_without_extras_examines_its_machine(base: Environment, work: Path) -> None:
+    assert re.search(r"^all ok: \d+ lines", base.plsc("doctor", cwd=work), re.MULTILINE)

@@ -32,7 +32,11 @@ MISTAKES = [
     ("bench serve --form text", 2, "invalid choice: 'text'"),
     ("doctor --only lungs", 2, "invalid choice: 'lungs'"),
     (f"plan {SMALL} --device abacus", 2, "--device abacus: it is one of b200, h200, h100, "),
-    (f"plan {SMALL} --strategy fspd", 2, '"fspd" is not one of ddp, zero1, fsdp, hsdp, auto; did you mean fsdp?'),
+    (
+        f"plan {SMALL} --strategy fspd",
+        2,
+        '"fspd" is not one of ddp, zero1, zero2, fsdp, hsdp, auto; did you mean fsdp?',
+    ),
     # keys and values of a configuration
     (f"plan {SMALL} --head.wieght_dtype bfloat16", 2, "no key head.wieght_dtype; did you mean head.weight_dtype?"),
     ("train typo.toml", 2, "typo.toml: there is no key optim.leraning_rate; did you mean optim.lr?"),

@@ -415,3 +415,32 @@ def test_a_gpu_before_ampere_is_recommended_what_it_has(device: str, precision: 
     faster = with_speeds(hardware.device, 500.0, None).products
     assert set(faster) == set(hardware.device.products)
     assert max(faster.values()) == 500e12
+
+
+def test_tables_take_what_each_of_them_takes_alone():
+    table = [
+        {"name": "people", "classes": 2_000_000, "batch_share": 3.0},
+        {"name": "scenes", "classes": 400_000, "head": {"weight_dtype": "float32", "momentum_dtype": "float32"}},
+        {"name": "letters", "classes": 300_000, "head": {"placement": "host", "sample_rate": 0.1}},
+    ]
+    config = settings(table=table, batch=80)
+    described = plan(config, [2_000_000, 400_000, 300_000], CARD, gpus=8)
+    together, alone = described.configured, []
+    for batch, each in zip((48, 16, 16), configuration.table_configs(config), strict=True):
+        of_table = replace(each.config, data=replace(each.config.data, batch_size=batch))
+        alone.append(plan(of_table, each.classes or 0, CARD, gpus=8).configured)
+    for name in ("class weights", "momentum", "1/norms"):
+        assert together.memory.kept[name] == sum(each.memory.kept.get(name, 0) for each in alone)
+    assert together.memory.host == alone[2].memory.host
+    for name in ("head, products", "head, table traffic", "head, features gathered"):
+        assert together.timing.parts[name] == pytest.approx(sum(each.timing.parts[name] for each in alone))
+    assert [each["name"] for each in described.as_dict()["tables"]] == ["people", "scenes", "letters"]
+    assert "table scenes: 400,000 classes x 512, stored as float32 + float32" in as_text(described)
+
+
+def test_classes_of_tables_stand_in_the_tables(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text('[[table]]\nname = "a"\ndata.train = "absent.rec"\n')
+    assert main(["plan", str(tmp_path / "run.toml")]) == 2
+    assert "absent.rec is not here to count its classes; give classes in table a" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "run.toml"), "--classes", "1000"]) == 2
+    assert "--classes is of a single table; give classes in each [[table]]" in capsys.readouterr().err

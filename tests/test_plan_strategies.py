@@ -116,6 +116,15 @@ def test_what_is_frozen_for_good_has_no_gradient_and_no_state():
     assert estimate(later, CARD).memory == planned(1).memory
 
 
+def test_zero2_gathers_once_for_more_memory_and_less_traffic():
+    once, twice = planned(64, strategy="zero2"), planned(64, strategy="fsdp")
+    assert once.memory.kept == twice.memory.kept
+    assert twice.memory.total < once.memory.total < planned(64).memory.total
+    gathered = ("backbone, weights gathered, not hidden", "backbone, weights gathered")
+    moved = [sum({**each.timing.parts, **each.timing.hidden}[part] for part in gathered) for each in (once, twice)]
+    assert 0.45 < moved[0] / moved[1] < 0.6  # what is left, the root, is gathered once by both
+
+
 def test_offload_moves_state_to_the_host():
     device, host = planned(8, strategy="fsdp"), planned(8, strategy="fsdp", offload=True)
     assert "backbone weights" not in host.memory.kept
@@ -190,10 +199,10 @@ def test_hooks_pay_on_slow_links_and_cost_on_fast_ones():
 def test_the_plan_shows_every_strategy_and_json_has_them():
     result = plan(run().config, 100_000, CARD, gpus=64)
     text = as_text(result)
-    for name in ("ddp", "zero1", "fsdp", "hsdp, shard_ranks = 8", "fsdp, offload"):
+    for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp, shard_ranks = 8", "fsdp, offload"):
         assert f"\n  {name} " in text
     tree = result.as_dict()
-    assert [each["strategy"] for each in tree["strategies"]] == ["ddp", "zero1", "fsdp", "hsdp", "fsdp"]
+    assert [each["strategy"] for each in tree["strategies"]] == ["ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp"]
     assert tree["configured"]["strategy"] == "ddp"
 
 

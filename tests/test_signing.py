@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from support.measured import Commands, Outcome
+from support.signing_keys import keys
 from untrusted.onnx_files import pooling
 from untrusted.samples import Samples, make_samples
 
@@ -30,17 +30,6 @@ from plsc.models import load_model
 from plsc.signing import load_private_key, sign
 from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import read_backbone
-
-
-def keys(folder: Path) -> tuple[Path, Path]:
-    """A private key and its public one, as openssl writes them."""
-    folder.mkdir()
-    key = Ed25519PrivateKey.generate()
-    private, public = folder / "key.pem", folder / "public.pem"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    private.chmod(0o600)
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return private, public
 
 
 @pytest.fixture(scope="module")

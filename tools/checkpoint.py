@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (ema_decay)")
     text = "write the class table too: a .npy file, float32 (classes, dim)"
     export.add_argument("--centres", type=Path, metavar="FILE", help=text)
+    export.add_argument("--table", metavar="NAME", default="", help="whose --centres: one of several class tables")
     signing.add_argument("key", type=Path, metavar="KEY", help="a private key: a PEM file of ed25519")
 
 
@@ -74,8 +75,7 @@ def _details(each: dict[str, Any]) -> dict[str, str]:
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
     average = ", with a moving average" if each["average"] else ""
     centers = f" x {each['centers']} sub-centres" if each["centers"] > 1 else ""
-    state = ", ".join(f"{name} {dtype}" for name, dtype in each["state_dtypes"].items()) or "no momentum"
-    table = f"{each['weight_dtype']}; {state}"
+    table = _stored_types(each)
     if each["table_files"]:
         table = f"table in the files of {each['table_files']}, which belong to it"
     position = f"step {each['step']:,}, epoch {each['epoch']:.2f}"
@@ -89,10 +89,19 @@ def _details(each: dict[str, Any]) -> dict[str, str]:
         "position": position,
         "backbone": f"{each['backbone']}, {height}x{width} -> {each['embedding_dim']}, "
         f"{each['parameters']:,} numbers{average}; {each['optimizer']}",
-        "head": f"{each['classes']:,} classes{centers}, {each['margin']}, {table}",
+        **({} if each["tables"] else {"head": f"{each['classes']:,} classes{centers}, {each['margin']}, {table}"}),
+        **{
+            f"table {own['name']}: ": f"{own['classes']:,} classes, {own['margin']}, {_stored_types(own)}"
+            for own in each["tables"]
+        },
         "data": f"{each['images']:,} images",
         "size": f"{each['bytes'] / 1e6:,.1f} MB in {counted(len(each['files']), 'file')}",
     }
+
+
+def _stored_types(table: dict[str, Any]) -> str:
+    state = ", ".join(f"{name} {dtype}" for name, dtype in table["state_dtypes"].items()) or "no momentum"
+    return f"{table['weight_dtype']}; {state}"
 
 
 def _verify(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,13 +127,15 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"{args.out}: name a .safetensors file, or a .pt file for arcface_torch")
     if args.centres is not None and args.centres.suffix != ".npy":
         raise UsageError(f"--centres {args.centres}: name a .npy file")
+    if args.table and args.centres is None:
+        raise UsageError("--table says whose --centres are written; give --centres FILE with it")
     check_outputs(args.out, args.centres, overwrite=args.overwrite)
     path = find_checkpoints(args.path)[-1]
     model = read_backbone(path, average=args.ema)
     centres = None
     if args.centres is not None:
         remove_leftovers(args.centres)
-        centres = write_centres(path, args.centres)
+        centres = write_centres(path, args.centres, args.table)
         show(f"{args.centres}: class centres {' x '.join(map(str, centres['shape']))}, float32")
     remove_leftovers(args.out)
     if args.out.suffix == ".pt":

@@ -26,6 +26,7 @@ from plsc.tools.entry import (
     PRECISIONS,
     add_detector_option,
     add_outside_option,
+    add_provider_option,
     add_result_options,
     add_sign_option,
     add_verify_option,
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=positive, default=1, metavar="N", help="processes, one per GPU where there are any (1)")
     text = f"what the model computes in; it is recorded {AUTO_PRECISION[:-1]}, so that scores agree; bf16 is faster on"
     add("--precision", choices=PRECISIONS, default="auto", help=f"{text} CPUs with AMX or AVX512-BF16)")
+    add_provider_option(parser)
     add("--flip", action="store_true", help="average over each image and its mirror image: better, half as fast")
     add("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
     add_sign_option(parser)
@@ -89,7 +91,14 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     keep_freed_memory()
     mesh = init()
     try:
-        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision, best=args.best, mesh=mesh)
+        embedder = open_embedder(
+            args.model,
+            device=mesh.device,
+            precision=args.precision,
+            best=args.best,
+            mesh=mesh,
+            provider=args.provider,
+        )
         summary = extract(
             embedder,
             open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),

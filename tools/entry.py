@@ -43,6 +43,15 @@ _LONGEST_LINE = 2000  # characters of an error
 
 # argparse's names of the types of options' values, in words.
 _EXPECTED = {"int": "a whole number", "float": "a number"}
+# The distributions whose modules have other names, or that bring those of others along.
+_DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "fontTools": "fonttools",
+    "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "scipy": "scikit-learn",
+    "sklearn": "scikit-learn",
+}
 Number = TypeVar("Number", int, float)
 
 
@@ -61,6 +70,8 @@ def number(read: Callable[[str], Number], holds: Callable[[Number], bool], wante
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # that a model can compute in
 AUTO_PRECISION = "(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)"
+# Of plsc.embedding.onnx_session, which imports torch: help does not wait for that.
+PROVIDERS = ("auto", "cpu", "cuda", "tensorrt", "openvino", "coreml")
 positive = number(int, lambda value: value >= 1, "it must be at least 1")
 natural = number(int, lambda value: value >= 0, "it must not be negative")
 above_0 = number(float, lambda value: value > 0, "it must be more than 0")
@@ -224,6 +235,12 @@ def add_detector_option(parser: "argparse._ActionsContainer", purpose: str) -> N
     parser.add_argument("--detector", metavar="NAME", help=text)
 
 
+def add_provider_option(parser: "argparse._ActionsContainer") -> None:
+    """Declare --provider, for a command that runs models."""
+    text = "of onnxruntime, for an .onnx model; the CPU and a line that says so where it is not installed (auto)"
+    parser.add_argument("--provider", choices=PROVIDERS, default="auto", help=text)
+
+
 def add_sign_option(parser: argparse.ArgumentParser) -> None:
     """Declare --sign, for a command that writes what others read."""
     text = "sign what is written by this private key: a PEM file of ed25519"
@@ -275,10 +292,11 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         return _fail(error.prog, str(error), error.exit_code)
     except PlscError as error:
         return _fail(f"plsc {name}", str(error), error.exit_code)
-    except ModuleNotFoundError as error:  # of an installation that has only what training needs (docs/install.md)
+    except ModuleNotFoundError as error:  # of an extra (docs/install.md)
         if error.name is None or error.name.startswith("plsc"):
             raise
-        return _fail(f"plsc {name}", f"it needs {error.name.partition('.')[0]}: pip install plsc-torch brings it", 1)
+        module = error.name.partition(".")[0]
+        return _fail(f"plsc {name}", f"it needs {module}: pip install '{_requirement(module)}' brings it", 1)
     except KeyboardInterrupt:
         return _fail(f"plsc {name}", "interrupted", 130)
     except BrokenPipeError:
@@ -287,6 +305,20 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _fail(f"plsc {name}", f"{file}{error.strerror or error}", 1)
+
+
+def _requirement(module: str) -> str:
+    """What to ask pip for where a module is missing: plsc-torch, with the extra that brings it."""
+    from importlib import metadata
+
+    wanted = _DISTRIBUTIONS.get(module, module).replace("_", "-")
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
+        for line in metadata.requires("plsc-torch") or ():
+            requirement, _, marker = line.partition(";")
+            if re.split(r"[^\w-]", requirement)[0] == wanted:
+                extra = re.search(r"extra == .([\w-]+)", marker)
+                return f"plsc-torch[{extra[1]}]" if extra else "plsc-torch"
+    return "plsc-torch[all]"
 
 
 @contextmanager

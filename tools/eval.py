@@ -21,10 +21,22 @@ or more, since fewer than ten accepted ones are chance. Thresholds are cosines e
 pairs have to match at each rate. Pictures are compared as they are searched, without their mirror images, unless
 --flip yes is given (for sets made by `plsc embed --flip`); with .bin sets, say --flip no or --flip yes.
 
+--groups FILE tells error rates by group: FMR and FNMR of each group's own pairs, at the one cosine that holds a
+false-match rate over the whole set.
+
+--probe asks how well a simple classifier tells classes by frozen embeddings. It learns from the labelled part --train
+and classifies each --data set, whose classes have the same names; without --train it learns from half of each class,
+drawn by --seed, and classifies the other half. knn: the nearest --neighbours vote, weighted by
+exp(cosine / --temperature), with the numbers of DINO. linear: multinomial logistic regression (scikit-learn:
+pip install plsc-torch[cluster]). Parts may be embedding sets; where all are, MODEL is left out.
+
   plsc eval runs/first --data unseen/ --plot roc.png
   plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json
   plsc eval runs/first --pairs lfw.bin --nproc 8
   plsc eval runs/first --data unseen/ --calibration first.calibration.json
+  plsc eval runs/first --probe linear --train flowers/train --data flowers/test
+  plsc eval --probe knn --train train.emb --data test.emb
+  plsc eval --probe linear --data before.emb after.emb
 """
 
 import argparse
@@ -33,11 +45,13 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, write_json
-from plsc.progress import note, show
+from plsc.progress import counted, note, show
 from plsc.tools.entry import (
     AUTO_PRECISION,
     PRECISIONS,
+    above_0,
     add_outside_option,
+    add_provider_option,
     add_result_options,
     add_verify_option,
     is_launched,
@@ -49,6 +63,7 @@ from plsc.tools.entry import (
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
     from plsc.evaluation.roc import Roc
+    from plsc.parallel.mesh import Mesh
 
 HELP = "evaluate a model: verification, identification, IJB"
 FLIP = {"auto": None, "yes": True, "no": False}
@@ -57,7 +72,7 @@ FLIP = {"auto": None, "yes": True, "no": False}
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a run directory, a model file, or raw-pixels")
+    add("model", nargs="?", metavar="MODEL", help="a run directory, a model file, or raw-pixels")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--pairs", nargs="+", default=[], metavar="X.bin", help="verification sets")
     add("--data", nargs="+", default=[], metavar="DIR", help="identities not trained on")
@@ -65,12 +80,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the ROC curves (.png, .svg or .pdf)")
     add("--histogram", type=Path, metavar="FILE", help="draw the scores of same and different pairs")
     add("--calibration", type=Path, metavar="FILE", help="write the thresholds of false-match rates (.json)")
+    text = "error rates by group on --data: a CSV file identity,group (age, sex, origin)"
+    add("--groups", type=Path, metavar="FILE", help=text)
     add("--precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
+    add_provider_option(parser)
     add("--batch-size", type=positive, default=64, metavar="N", help="images at a time (default: 64)")
     add("--image-size", type=positive, default=112, metavar="N", help="of raw-pixels (default: 112)")
     add("--seed", type=natural, default=0, metavar="N", help="draws the pairs (default: 0)")
     add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
     add("--nproc", type=positive, default=1, metavar="N", help="share the work among N ranks here")
+    probes = parser.add_argument_group("--probe").add_argument
+    probes("--probe", choices=("knn", "linear"), help="classify by frozen embeddings: top-1 and top-5 accuracy")
+    probes("--train", metavar="DIR|EMB", help="the labelled part to learn from (half of each class of --data)")
+    probes("--neighbours", type=positive, metavar="N", help="knn: how many vote (20)")
+    probes("--temperature", type=above_0, metavar="T", help="knn: of the votes' weights (0.07)")
     add_outside_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
@@ -82,15 +105,32 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.nproc > 1 and not is_launched():
         launch_ranks(args)
         return None
-    return _evaluate(args)
+    return _evaluate(args) if args.probe is None else _probe(args)
 
 
 def _check(args: argparse.Namespace) -> None:
+    from plsc.data import has_reader
+
+    if args.probe is None:
+        _check_evaluation(args)
+    else:
+        _check_probe(args)
+    sources = [*args.pairs, *args.data, *([] if args.train is None else [args.train])]
+    for path in sources:  # of all, before hours are spent on the first
+        if not has_reader(path) and not Path(path).exists():
+            raise UsageError(f"there is no {path} to evaluate on")
+
+
+def _check_evaluation(args: argparse.Namespace) -> None:
     from plsc.api import RAW_PIXELS
-    from plsc.data import is_drawn
     from plsc.evaluation.report import check_target
     from plsc.evaluation.templates import find_prefix
 
+    for name in ("train", "neighbours", "temperature"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is an option of --probe; leave it out")
+    if args.model is None:
+        raise UsageError("MODEL is missing: a run directory, a model file, or raw-pixels")
     if not (args.pairs or args.data or args.ijb):
         raise UsageError("nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR")
     for path in args.pairs:
@@ -98,17 +138,42 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
     if args.best and args.model == RAW_PIXELS:
         raise UsageError("--best chooses among the weights of a run directory; leave it out")
+    if args.provider != "auto" and args.model == RAW_PIXELS:
+        raise UsageError("--provider runs an .onnx file, and raw-pixels is none; leave it out")
     for figure in (args.plot, args.histogram):
         if figure is not None:
             check_target(figure)
             check_output(figure, overwrite=args.overwrite)
     if args.calibration is not None:
         _check_calibration(args)
-    for path in (*args.pairs, *args.data):  # of all, before hours are spent on the first
-        if not is_drawn(path) and not Path(path).exists():
-            raise UsageError(f"there is no {path} to evaluate on")
+    if args.groups is not None and not args.data:
+        raise UsageError("--groups names identities, which --data sets have: give one")
     if args.ijb is not None:
         find_prefix(args.ijb)
+
+
+def _check_probe(args: argparse.Namespace) -> None:
+    """Refuse options that probes do not have, and a probe whose library is not installed."""
+    from plsc.api import RAW_PIXELS
+    from plsc.evaluation.probe import require_regression
+    from plsc.evaluation.probe_parts import is_embedding_set
+
+    for name in ("pairs", "ijb", "plot", "histogram", "calibration", "groups"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} is not an option of --probe; leave it out")
+    if not args.data:
+        raise UsageError("nothing to probe: give --data with a labelled set")
+    if args.probe == "linear":
+        require_regression()
+        for name in ("neighbours", "temperature"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name} is an option of --probe knn; leave it out")
+    sources = [*args.data, *([] if args.train is None else [args.train])]
+    pictures = [source for source in sources if not is_embedding_set(source)]
+    if args.model is None and pictures:
+        raise UsageError(f"MODEL is missing, to embed {pictures[0]}: a run directory, a model file, or raw-pixels")
+    if args.best and args.model in (None, RAW_PIXELS):
+        raise UsageError("--best chooses among the weights of a run directory; leave it out")
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
@@ -128,18 +193,19 @@ def _check_calibration(args: argparse.Namespace) -> None:
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.api import RAW_PIXELS, evaluate
-    from plsc.embedding.embedder import open_embedder
-    from plsc.evaluation.report import results_table
+    from plsc.evaluation.groups import read_groups
+    from plsc.evaluation.report import groups_table, results_table
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
 
     keep_freed_memory()
     mesh = init()
     rocs: dict[str, Roc] = {}
+    groups = None if args.groups is None else read_groups(args.groups)
     try:
         model = args.model
         if model != RAW_PIXELS:
-            model = open_embedder(model, device=mesh.device, precision=args.precision, best=args.best, mesh=mesh)
+            model = _open(args, mesh)
         result = evaluate(
             model,
             [*args.pairs, *args.data],
@@ -151,6 +217,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
             mesh=mesh,
             quiet=False,
             rocs=rocs,
+            groups=groups,
         )
     finally:
         shutdown()
@@ -158,6 +225,9 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     sets = result["sets"]
     show(*results_table(sets).split("\n"))
+    for name, values in sets.items():
+        if "by_group" in values:
+            show("", *groups_table(name, values["by_group"]).split("\n"))
     if model != RAW_PIXELS:
         show(f"embedded in {model.precision}")
     _check_measured(result, args.json)
@@ -165,6 +235,51 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.calibration is not None:
         _calibrate(args, model, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))
     return result
+
+
+def _open(args: argparse.Namespace, mesh: "Mesh") -> "Embedder":
+    from plsc.embedding.embedder import open_embedder
+
+    options = {"precision": args.precision, "best": args.best, "provider": args.provider}
+    return open_embedder(args.model, device=mesh.device, mesh=mesh, **options)
+
+
+def _probe(args: argparse.Namespace) -> dict[str, Any] | None:
+    from functools import partial
+
+    from plsc.api import RAW_PIXELS
+    from plsc.evaluation.probe import NEIGHBOURS, TEMPERATURE, Probe, probe_parts
+    from plsc.evaluation.probe_parts import PartReader
+    from plsc.parallel.collectives import on_main
+    from plsc.parallel.mesh import init, shutdown
+
+    chosen = Probe(args.probe, args.neighbours or NEIGHBOURS, args.temperature or TEMPERATURE)
+    mesh = init()
+    try:
+        model = None
+        if args.model not in (None, RAW_PIXELS):
+            model = _open(args, mesh)
+        reader = PartReader(model, mesh, args.batch_size, FLIP[args.flip] is True, args.image_size)
+        sources = [*args.data, *([] if args.train is None else [args.train])]
+        parts = reader.read(sources, compared=args.train is not None)
+        train = None if args.train is None else parts.pop()
+        sets = on_main(partial(probe_parts, chosen, train, parts, seed=args.seed), mesh)
+    finally:
+        shutdown()
+    if not mesh.is_main:
+        return None
+    _show_probes(sets)
+    return {"model": args.model, "sets": sets}
+
+
+def _show_probes(sets: dict[str, dict[str, Any]]) -> None:
+    from plsc.evaluation.report import probe_line
+
+    for name, found in sets.items():
+        show(probe_line(name, found))
+        if found["unknown"]:
+            images = counted(found["unknown"], "image")
+            note(f"warning: {name}: {images} of classes that {found['train']} does not have count as wrong")
 
 
 def _check_measured(result: dict[str, Any], json: Path | None) -> None:

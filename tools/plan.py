@@ -32,7 +32,7 @@ accepts_overrides = True
 
 # Short options for keys that decide how the backbone lies on the ranks.
 _PLACEMENT = {
-    "--strategy": ("parallel.strategy", "ddp, zero1, fsdp, hsdp, or auto, which chooses and says why"),
+    "--strategy": ("parallel.strategy", "ddp, zero1, zero2, fsdp, hsdp, or auto, which chooses and says why"),
     "--shard-ranks": ("parallel.shard_ranks", "hsdp: ranks that share one set of weights"),
     "--tp": ("parallel.tp", "ranks of a tensor parallel group"),
     "--pp": ("parallel.pp", "ranks of a pipeline"),
@@ -136,15 +136,22 @@ def _machine(args: argparse.Namespace) -> Any:
     return Hardware(device, memory, links, host)
 
 
-def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
-    """Classes and images: as given, else the data's."""
-    if args.classes is not None:
-        return args.classes, args.images
-    from plsc.data import is_drawn
-    from plsc.train.components import open_training_data
+def _counts(config: Config, args: argparse.Namespace) -> tuple[list[int], int | None]:
+    """Classes of each table, and images of an epoch: as given, else the data's."""
+    tables = configuration.table_configs(config)
+    if args.classes is not None and config.table:
+        raise UsageError("--classes is of a single table; give classes in each [[table]]")
+    given = [table.classes if args.classes is None else args.classes for table in tables]
+    known = [count for count in given if count is not None]
+    if len(known) == len(given):
+        return known, args.images
+    from plsc.data import has_reader
+    from plsc.train.tables import classes_of, open_training_data
 
-    source = config.data.train
-    if not is_drawn(source) and not Path(source).exists():
-        raise UsageError(f"data.train = {source} is not here to count its classes; give --classes C")
-    dataset = open_training_data(config.data)
-    return dataset.num_classes, args.images if args.images is not None else len(dataset)
+    for table in tables:
+        source = table.config.data.train
+        if not has_reader(source) and not Path(source).exists():
+            mend = f"classes in table {table.name}" if table.name else "--classes C"
+            raise UsageError(f"data.train = {source} is not here to count its classes; give {mend}")
+    dataset = open_training_data(config)
+    return classes_of(dataset), args.images if args.images is not None else dataset.mixture.epoch_length

@@ -4,20 +4,24 @@ on, embed them, build an index, search, export to ONNX, fill a gallery.
     plsc quickstart --out quickstart
     plsc quickstart --serve
 
-It takes two to five minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
+It takes two to seven minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
 embeddings, the index, model.onnx, the gallery with its calibration, and queries/*.jpg to drop on the page of the
 service. If it is stopped, the same command resumes it. --serve then serves the gallery; of a finished quickstart it
 does so at once.
 """
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+from plsc.errors import PlscError
 from plsc.progress import show
 from plsc.quickstart import QuickstartPaths
 from plsc.tools.entry import main
 
+_OF_EXTRAS = ("faiss", "httpx", "onnx", "onnxruntime", "onnxscript", "uvicorn")  # imported after minutes of training
+_INSTALL = "pip install 'plsc-torch[all]'"
 HELP = "train, evaluate, embed, index, search, export and fill a gallery once, on built-in data"
 
 
@@ -29,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Run the steps and write the report; serve what they made if that was asked for."""
+    missing = [name for name in _OF_EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PlscError(f"it takes every part of plsc once, and {', '.join(missing)} are missing: {_INSTALL}")
     paths = QuickstartPaths(args.out)
     report = None if args.serve and paths.report.exists() else _run_steps(paths)
     if args.serve:

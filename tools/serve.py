@@ -22,6 +22,7 @@ from plsc.tools.entry import (
     AUTO_PRECISION,
     PRECISIONS,
     add_detector_option,
+    add_provider_option,
     add_verify_option,
     number,
     positive,
@@ -62,8 +63,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
     model.add_argument("--model-precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
+    add_provider_option(model)
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     add_detector_option(model, "find faces in pictures without landmarks")
+    text = "enrol no picture whose quality is lower: sharpness=N, norm=N, or a package's own (none)"
+    model.add_argument("--quality-gate", nargs="+", default=[], metavar="NAME=N", help=text)
     search = parser.add_argument_group("searching")
     search.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the vectors in memory (bf16)")
     search.add_argument("--latency-ms", type=float, metavar="L", help="allow approximate search where exact misses it")
@@ -156,6 +160,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
+    from plsc.embedding.quality import parse_quality_gates
     from plsc.serve.access import parse_rate_limits
     from plsc.serve.settings import Items, Limits, Settings
 
@@ -173,7 +178,8 @@ def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "S
     own = {} if folder is None else {name: folder / file for name, file in in_folder.items()}
     given = {**_given(args, Settings), **{name: getattr(args, name) or path for name, path in own.items()}}
     chosen = {"threshold": threshold, "false_match_rate": rate, "items": Items.parse(args.items), "limits": limits}
-    limited = {"rate_limits": parse_rate_limits(args.rate_limit), "audit_events": _audit_events(args)}
+    limited: dict[str, Any] = {"quality_gates": parse_quality_gates(args.quality_gate)}
+    limited |= {"rate_limits": parse_rate_limits(args.rate_limit), "audit_events": _audit_events(args)}
     return Settings(**{**given, **chosen, **limited})
 
 
@@ -224,7 +230,8 @@ def _load(
     device = None if args.device is None else torch.device(args.device)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
-    embedder = open_embedder(args.model, device=device, precision=args.model_precision, best=args.best)
+    options = {"precision": args.model_precision, "best": args.best, "provider": args.provider}
+    embedder = open_embedder(args.model, device=device, **options)
     if calibration is not None:
         _check_calibration(args.calibration, calibration.contract_id, contract_of(embedder, args.flip))
     detector = None

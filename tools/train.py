@@ -20,7 +20,8 @@ prints a report of its own after our line where a rank fails. On each of the two
     OMP_NUM_THREADS=8 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
         --no-python plsc train my.toml --out /shared/run
 
-The run directory holds config.toml (every key), train.log, metrics.jsonl, tensorboard/, checkpoints/, classes.json
+The run directory holds config.toml (every key), train.log, metrics.jsonl, tensorboard/ (log.to names other trackers
+and files too: csv, wandb, mlflow), checkpoints/, classes.json
 (the name of each class number), model.safetensors (the last weights) and best.safetensors (those of the best mean
 accuracy on eval.sets, if there are any), progress.json (the step of the last weights, and the run's number of steps);
 with --profile, profile/ too. Where a command takes a RUN it means the last

@@ -34,3 +34,5 @@ from plsc.config.sections import get as get
 from plsc.config.stages import begins_course as begins_course
 from plsc.config.stages import changes_of as changes_of
 from plsc.config.stages import stage_configs as stage_configs
+from plsc.config.tables import TableConfig as TableConfig
+from plsc.config.tables import table_configs as table_configs

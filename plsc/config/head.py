@@ -21,12 +21,19 @@ _WORDS_OF_THE_HEAD = {
 }
 
 
-@functools.cache
 def margin_keys() -> dict[str, tuple[str, ...]]:
     """The keys of [head] that each margin takes; one that is unset keeps the margin's own default."""
     from plsc.losses import MARGINS
 
-    return {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in MARGINS.items()}
+    return {name: _keys_of(name) for name in MARGINS}
+
+
+@functools.cache
+def _keys_of(margin: str) -> tuple[str, ...]:
+    from plsc.losses import MARGINS
+
+    own = {field.name for field in dataclasses.fields(HeadConfig)}  # a package's margin may have further fields
+    return tuple(field.name for field in dataclasses.fields(MARGINS[margin]) if field.name in own)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class HeadConfig:
             (excluded), or are in it as negatives (kept).
         label_reduction: What the losses of a picture's labels become: their mean, or their sum.
         labels_per_step: Labels of a picture that are drawn to have a loss in a step; unset: all.
+        negative_filter: Cosine of two classes' rows from which on neither is a negative of the other (PyTorch makes the
+            passes then, with 3 products for 2, and a picture of K labels costs as K do); unset: all other classes are.
+        frozen_rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first
+            that trains), or FILE.npy of class numbers; unset: none.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
         momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
             momentum.
@@ -97,6 +108,8 @@ class HeadConfig:
     positives: str = key("excluded", choices=("excluded", "kept"))
     label_reduction: str = key("mean", choices=("mean", "sum"))
     labels_per_step: int | None = key(None, least=1)
+    negative_filter: float | None = key(None, above=0, most=1)
+    frozen_rows: str | None = key(None)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
@@ -121,14 +134,22 @@ class HeadConfig:
                 "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "
                 "checkpoint.keep.best out, or give head.journal = false"
             )
-        takes = margin_keys()[self.margin]
+        takes = _keys_of(self.margin)
         for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
             if getattr(self, name) is not None and name not in takes:
                 yield f"head.{name} is no key of the margin {self.margin}, which takes {', '.join(takes)}"
         try:
-            make_margin(self)
+            self._check_losses(make_margin(self))
         except UsageError as error:
-            yield str(error)
+            yield re.sub(r"\b(negative_filter|label_reduction|positives)\b", r"head.\1", str(error))
+
+    def _check_losses(self, margin: "Margin") -> None:
+        """Raise the head's own UsageError where it forms no such losses."""
+        from plsc.head.multi_label import check_labels_join
+        from plsc.head.negative_filter import check_negative_filter
+
+        check_negative_filter(self.negative_filter, margin)
+        check_labels_join(margin, self.positives, self.label_reduction)
 
     def _check_table(self, run: "Config") -> None:
         """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
@@ -144,7 +165,7 @@ def make_margin(head: HeadConfig) -> "Margin":
     """The margin that [head] describes; UsageError for values that it does not take."""
     from plsc.losses.margins import MARGINS
 
-    parameters = {name: getattr(head, name) for name in margin_keys()[head.margin]}
+    parameters = {name: getattr(head, name) for name in _keys_of(head.margin)}
     try:
         return MARGINS[head.margin](**{name: value for name, value in parameters.items() if value is not None})
     except UsageError as error:

@@ -19,14 +19,25 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 KEYS = keys_of(Config)
 # The keys that a stage may change, none of which it has to give.
 _CHANGEABLE = {name: dataclasses.replace(entry, default=None) for name, entry in KEYS.items() if entry.in_stages}
+# The keys that a table may have for itself: all of the head, its data, and its learning rate.
+_OF_TABLES = {
+    name: dataclasses.replace(entry, default=None)
+    for name, entry in KEYS.items()
+    if entry.section == "head" or name in ("data.train", "data.labels", "optim.head_lr")
+}
 
 
 def _stage_hint(name: str) -> str | None:
     return "a stage cannot change it; plsc train --list-keys lists what it can" if name in KEYS else None
 
 
+def _table_hint(name: str) -> str | None:
+    return "it is the same for all tables of a run" if name in KEYS else None
+
+
 TABLES = strict_toml.tables_of(Config)
 TABLES["stage"] = dataclasses.replace(TABLES["stage"], keys={**TABLES["stage"].keys, **_CHANGEABLE}, hint=_stage_hint)
+TABLES["table"] = dataclasses.replace(TABLES["table"], keys={**TABLES["table"].keys, **_OF_TABLES}, hint=_table_hint)
 _ENTRIES: dict[str, Entry] = {**KEYS, **TABLES}
 
 

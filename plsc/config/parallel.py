@@ -20,7 +20,8 @@ class ParallelConfig:
 
     Attributes:
         strategy: Placement of the backbone: ddp (whole on every rank), zero1 (whole, but for the optimizer's state,
-            which is spread over the ranks), fsdp (weights, gradients and optimizer state spread over all ranks; weights
+            which is spread over the ranks), zero2 (the optimizer's state and gradients are spread; weights are gathered
+            once a step), fsdp (weights, gradients and optimizer state spread over all ranks; weights
             are gathered block by block), hsdp (spread over shard_ranks, replicated across). None changes the results.
             auto takes the fastest that fits by plsc plan, and says why.
         shard_ranks: hsdp: consecutive ranks that share one set of weights, a divisor of all; 0: the ranks of a machine.
@@ -41,6 +42,9 @@ class ParallelConfig:
             switches off.
         bucket_mb: MiB of gradients that are exchanged together, while the backward pass goes on; unset: DDP's own 25,
             the first bucket 1.
+        communicators: Communicators of all ranks over which those buckets go in turn, so that the next one begins while
+            one is still on its way: for networks that one communicator does not fill. Each takes memory and streams of
+            its own on a GPU.
         powersgd_rank: powersgd: rank of the approximation of a gradient as a matrix.
         powersgd_start_step: powersgd: steps of the run that are exchanged whole before it compresses.
         dgc_sparsity: dgc: share of a tensor's elements that a step does not send; 0 sends all.
@@ -75,6 +79,7 @@ class ParallelConfig:
     pp_micro_batches: int = key(0, least=0)
     comm_hook: str = key("none", choices="plsc.parallel.gradient_compression:HOOKS")
     bucket_mb: float | None = key(None, above=0)
+    communicators: int = key(1, least=1)
     powersgd_rank: int = key(1, least=1)
     powersgd_start_step: int = key(1000, least=2)
     dgc_sparsity: float = key(0.999, least=0, below=1)
@@ -94,6 +99,7 @@ class ParallelConfig:
         """Say, one after another, what of ``run`` does not go with these keys."""
         yield from _of_the_hook(run)
         yield from _of_averaging(run)
+        yield from _of_communicators(run)
         if (self.head_averaging_period > 1 or run.head.staleness) and run.head_ranks == 0:
             yield (
                 "parallel.head_averaging_period and head.staleness are for the tables of several head groups; give "
@@ -113,7 +119,9 @@ class ParallelConfig:
     @property
     def cuts_weights(self) -> bool:
         """Whether the strategy leaves ranks parts of weights alone."""
-        return self.strategy in ("fsdp", "hsdp")
+        from plsc.parallel.strategies.layout import CUT_WEIGHTS
+
+        return self.strategy in CUT_WEIGHTS
 
 
 def _of_the_hook(run: "Config") -> Iterator[str]:
@@ -132,6 +140,23 @@ def _of_the_hook(run: "Config") -> Iterator[str]:
         yield (
             'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
             "to clip; leave it out"
+        )
+
+
+def _of_communicators(run: "Config") -> Iterator[str]:
+    parallel = run.parallel
+    other = {
+        "comm_hook": parallel.comm_hook not in ("none", "bf16", "fp16"),
+        "averaging": parallel.averaging != "none",
+        "strategy": parallel.strategy not in ("ddp", "zero1", "auto"),
+        "tp": parallel.tp > 1,
+        "pp": parallel.pp > 1,
+    }
+    found = [name for name, is_set in other.items() if is_set]
+    if parallel.communicators > 1 and found:
+        yield (
+            f"parallel.communicators = {parallel.communicators} is for DDP's buckets, of which parallel.{found[0]} = "
+            f"{getattr(parallel, found[0])!r} has none to share out; leave it out"
         )
 
 
@@ -179,7 +204,7 @@ def _of_the_strategy(run: "Config") -> Iterator[str]:
             'parallel.comm_hook = "dgc" keeps momenta on every rank, which zero1 spreads; give comm_hook = "powersgd", '
             'or strategy = "ddp"'
         )
-    if parallel.offload and not parallel.cuts_weights:
+    if parallel.offload and name not in ("fsdp", "hsdp"):
         yield f'parallel.offload goes with fsdp and hsdp, and parallel.strategy is "{name}"'
     if parallel.cuts_weights:
         yield from _of_parts(run, f'parallel.strategy = "{name}"')
@@ -261,9 +286,9 @@ def _of_tensor_parallelism(run: "Config") -> Iterator[str]:
     parallel, cause = run.parallel, f"parallel.tp = {run.parallel.tp}"
     if parallel.tp == 1:
         return
-    if parallel.strategy == "zero1":
+    if parallel.strategy in ("zero1", "zero2"):
         yield (
-            f'{cause} goes with ddp, fsdp and hsdp, and parallel.strategy is "zero1"; give "fsdp", '
+            f'{cause} goes with ddp, fsdp and hsdp, and parallel.strategy is "{parallel.strategy}"; give "fsdp", '
             "which spreads the optimizer's state too"
         )
     yield from _of_parts(run, cause)

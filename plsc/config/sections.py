@@ -73,17 +73,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """[log]: metrics.jsonl and TensorBoard.
+    """[log]: metrics.jsonl, and the loggers beside it.
 
     Attributes:
-        every_steps: Steps between lines of metrics.jsonl and points of TensorBoard.
-        tensorboard: Write RUN/tensorboard as well.
+        every_steps: Steps between lines of metrics.jsonl and points of the loggers.
+        to: Loggers that get the numbers of metrics.jsonl, and pictures of evaluations: tensorboard (RUN/tensorboard),
+            csv (RUN/metrics.csv, no pictures), wandb (offline in RUN/wandb unless WANDB_MODE is set), mlflow
+            (RUN/mlflow.db unless MLFLOW_TRACKING_URI is set). true and false of the former name are the first, and
+            none.
         profile: Steps to profile after the first ten, on the first rank, into RUN/profile: a trace for Perfetto, and a
             picture of the step's parts. 0: none.
     """
 
     every_steps: int = key(10, least=1)
-    tensorboard: bool = key(True)
+    to: tuple[str, ...] = key(
+        ("tensorboard",),
+        choices="plsc.loggers:LOGGERS",
+        renamed_from="tensorboard",
+        former_values={"true": ("tensorboard",), "false": ()},
+    )
     profile: int = key(0, least=0)
 
 
@@ -98,6 +106,24 @@ class StageKeys:
 
     from_step: int | None = key(None, least=1)
     from_epoch: float | None = key(None, above=0)
+
+
+@dataclass(frozen=True)
+class TableKeys:
+    """[[table]]: a class table of its own data; beside these it takes the keys of [head], and its data and rate.
+
+    Attributes:
+        name: Name of the table: in the log, in metrics and in checkpoints.
+        classes: Rows of the table; unset: the number of classes of its data.
+        batch_share: Share of each batch that the table's data has, in relation to the other tables' shares; an epoch
+            is one pass over the first table's data.
+        loss_weight: Factor of the table's mean loss in the loss of the run.
+    """
+
+    name: str | None = key(None)
+    classes: int | None = key(None, least=1)
+    batch_share: float = key(1.0, above=0)
+    loss_weight: float = key(1.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -143,6 +169,8 @@ class Config:
         max_skipped_steps: Consecutive steps with a non-finite loss or gradient after which the run stops with an error.
         stage: Changes of the run from a step or epoch on, in the order of the file. A key that a stage does not give
             keeps its value.
+        table: Class tables over the one backbone, in place of the single one that [head] describes, each with its own
+            data. A key that a table does not give has the run's value.
     """
 
     backbone: str = key("iresnet50", also_called=("model", "arch"), is_fixed=True)
@@ -174,6 +202,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     stage: tuple[Table, ...] = tables(StageKeys)
+    table: tuple[Table, ...] = tables(TableKeys)
 
     def refusals(self) -> Iterator[str]:
         """Say, one after another, what of this run, without its stages, does not go together."""
@@ -187,9 +216,9 @@ class Config:
             yield from self._of_fp8()
 
     def _of_the_backbone(self) -> Iterator[str]:
-        from plsc.models import names  # imported here: --help needs no backbones
+        from plsc.models import exists, names  # imported here: --help needs no backbones
 
-        if self.backbone not in names() and not self.backbone.startswith("timm:"):
+        if not self.backbone.startswith("timm:") and not exists(self.backbone):
             hint = arcface_torch.backbone_hint(self.backbone)
             nearest = did_you_mean(self.backbone, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
             yield f"backbone = {toml_value(self.backbone)} does not exist{f'; {hint}' if hint else nearest}"

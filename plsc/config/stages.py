@@ -37,7 +37,7 @@ def stage_configs(config: Config) -> list[Config]:
         changes = changes_of(stage)
         if begins_course(stage):
             changes = dict.fromkeys(_WARMUP) | changes
-        found.append(_changed(found[-1], changes))
+        found.append(with_values(found[-1], changes))
     return found
 
 
@@ -83,8 +83,8 @@ def _of_frozen(config: Config) -> Iterator[str]:
         )
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Replace values by dotted names."""
+def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return ``config`` with other values, by dotted names."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, _, last = name.rpartition(".")

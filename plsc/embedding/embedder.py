@@ -12,6 +12,7 @@ from plsc.errors import DataError, UsageError
 from plsc.files import read_json
 from plsc.models import Backbone, load_model
 from plsc.models.preprocessing import Preprocessing, contract_id, height_and_width, state_digest
+from plsc.models.timm_weights import hub_model, is_hub_id
 from plsc.parallel import Mesh
 from plsc.progress import log_once
 
@@ -44,9 +45,10 @@ class Embedder:
         preprocessing: the contract that images have to meet, and that a call applies to them but for resizing.
         image_size: side of the square images in pixels, or (height, width).
         contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
-            :mod:`plsc.embedding.export` made of them share one; any other file has its own, by weights and
-            preprocessing.
-        precision: of the computation: "fp32", "bf16" or "fp16".
+            :mod:`plsc.embedding.export` made of them, but for int8, share one; any other file has its own, by weights
+            and preprocessing.
+        precision: of the computation: "fp32", "bf16" or "fp16"; of an .onnx file "fp32", or what it was exported in:
+            "fp16" or "int8".
         source: the file or run directory that was opened.
     """
 
@@ -136,18 +138,22 @@ def open_embedder(
     architecture: str | None = None,
     best: bool = False,
     mesh: Mesh | None = None,
+    provider: str = AUTO,
 ) -> Embedder:
     """Open a model for embedding.
 
     Args:
-        source: a run directory; a .safetensors file of ours; a state_dict of arcface_torch (.pt, .pth, .bin);
-            a program that ``plsc export --format torch`` wrote; or an .onnx file with one input and one output.
+        source: a run directory; ``hf-hub:ORG/NAME``; a .safetensors file of ours; a state_dict of arcface_torch (.pt,
+            .pth, .bin); a program that ``plsc export --format torch`` wrote; or an .onnx file with one input and one
+            output.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", or "bf16" or "fp16" by autocast; or "auto", see :func:`auto_precision`. An .onnx file runs in
             the precision that it was exported in, for which "fp32" stands.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
         best: of a run directory, open the weights of the best evaluation instead of the last (:func:`model_file`).
         mesh: ranks that share the work and all call, for which "auto" is the same. None: this process is alone.
+        provider: of onnxruntime, for an .onnx file: "cpu", "cuda", "tensorrt", "openvino" or "coreml", in place of
+            ``device``; the CPU's, and a warning, where it is not installed. "auto" is what ``device`` says.
 
     Raises:
         UsageError: there is no such file, or the request does not fit it.
@@ -160,7 +166,7 @@ def open_embedder(
     path = model_file(source, best=best)
     if precision == AUTO:
         precision = auto_precision(path, mesh or Mesh(0, 1, 0, device))
-    return Embedder(_engine(path, device, precision, architecture), str(path if best else source))
+    return Embedder(_engine(path, device, precision, architecture, provider), str(path if best else source))
 
 
 def auto_precision(path: Path, mesh: Mesh) -> str:
@@ -189,13 +195,17 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     """Return the model file that ``source`` names.
 
     A run directory stands for the weights at the end of the training (``model.safetensors``), or with ``best`` for
-    those of the best evaluation (``best.safetensors``); a file stands for itself. A line is logged of a run that is not
-    at its end.
+    those of the best evaluation (``best.safetensors``); a file stands for itself; ``hf-hub:ORG/NAME``, perhaps with
+    ``@REVISION``, for what ``plsc push`` put there. A line is logged of a run that is not at its end.
 
     Raises:
         UsageError: there is no such file, or ``best`` is asked of a file, or of a run without an evaluation.
     """
     path = Path(source)
+    if is_hub_id(source) and not path.exists():
+        if best:
+            raise UsageError(f"{source}: --best chooses among the weights of a run directory; leave it out")
+        return hub_model(str(source))
     if not path.exists():
         raise UsageError(f"{path} does not exist; name a run directory or a model file")
     if not path.is_dir():
@@ -220,7 +230,7 @@ def _report_stopped(run: Path) -> None:
         log_once("plsc.embedding", f"{place}; `plsc train CONFIG --out {run} --resume auto` goes on")
 
 
-def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:
+def _engine(path: Path, device: torch.device, precision: str, architecture: str | None, provider: str) -> Engine:
     from plsc.embedding.program import is_program, open_program
 
     if path.suffix == ".onnx":
@@ -228,7 +238,9 @@ def _engine(path: Path, device: torch.device, precision: str, architecture: str 
 
         if precision != "fp32":
             raise UsageError(f"{path} runs in the precision it was exported in; leave {precision} out")
-        return OnnxEngine(path, device)
+        return OnnxEngine(path, device, provider=provider)
+    if provider != AUTO:
+        raise UsageError(f"{path} is no .onnx file, which alone has a provider; leave {provider} out, or export it")
     if is_program(path):
         module, preprocessing, embedding_dim, contract = open_program(path, device)
         return TorchEngine(module, preprocessing, embedding_dim, contract, device, precision)

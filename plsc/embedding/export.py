@@ -5,6 +5,7 @@ random images at several batch sizes, and only then renames it.
 """
 
 import logging
+import math
 import os
 import re
 import warnings
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
+from plsc.embedding.onnx_deployment import FP16, FP32, INT8, OnnxForm, in_precision, put_preprocessing_inside
 from plsc.embedding.onnx_engine import FORMAT as ONNX_FORMAT
 from plsc.embedding.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
 from plsc.embedding.program import FORMAT as PROGRAM_FORMAT
@@ -25,37 +27,66 @@ from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 from plsc.models.backbone import ARCFACE_TORCH_NAMES
-from plsc.models.preprocessing import Preprocessing
+from plsc.models.preprocessing import Preprocessing, contract_id
 
 CPU = torch.device("cpu")
 BATCH_AXIS = "batch"
 CHECKED_BATCHES = (1, 2, 5)  # a batch that the exporter fixed by mistake shows at another size
 TOLERANCE = 1e-4  # of the largest value in the embeddings
+# int8 has none: far from pictures, as noise is, its embeddings are off by any amount. Its TAR is judged instead.
+ONNX_TOLERANCES = {FP32: TOLERANCE, FP16: 1e-2, INT8: math.inf}
+
+Judge = Callable[[Engine, Engine], dict[str, Any]]
 
 ARCFACE_TORCH_SIZE = 112
 
 
-def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
+def export_onnx(
+    model: Backbone,
+    path: str | Path,
+    *,
+    tolerance: float | None = None,
+    form: OnnxForm | None = None,
+    judge: Judge | None = None,
+) -> dict[str, Any]:
     """Write ``model`` as ONNX: input ``data`` (B, 3, H, W) float32 of (x - mean)/std, output ``embedding`` (B, D).
 
     The batch is free; its axis is named ``batch``. No node has a name by which insightface would take the input for
-    unnormalised pixels. The metadata (``plsc.*``) hold image_size, mean, std, interpolation and the contract id.
+    unnormalised pixels. The metadata (``plsc.*``) hold image_size, mean, std, interpolation, precision and the contract
+    id: the model's own, but in int8, whose thresholds are others.
+
+    Args:
+        model: the backbone.
+        path: of the file.
+        tolerance: as a share of the largest value; None: 1e-4, in fp16 1e-2, and in int8 any.
+        form: precision and preprocessing inside; None: float32 without.
+        judge: gets the engines of the model and of the written file; what it raises keeps the file from appearing.
 
     Returns:
-        ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``;
-        max_abs_value is the largest value in the embeddings that were compared.
+        ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``, and
+        ``precision``, ``with_preprocessing`` and what ``judge`` returned, or None, as ``judged``;
+        max_abs_value is the largest value in the embeddings that were compared, tolerance None in int8.
 
     Raises:
         UsageError: the model has no ONNX form, or the file cannot be written.
         DataError: the written file's embeddings differ by more than ``tolerance`` times their largest value.
     """
+    form = form or OnnxForm()
+    judged: list[dict[str, Any]] = []
     import onnx
 
     def write(engine: Engine, tmp_path: Path) -> Engine:
-        onnx.save(_onnx_model(model, engine), str(tmp_path))
+        onnx.save(_onnx_model(model, engine, form), str(tmp_path))
         return OnnxEngine(tmp_path, CPU, own=True)
 
-    return _exported("onnx", model, Path(path), write, tolerance)
+    def judge_written(engine: Engine, written: Engine) -> None:
+        if judge is not None:
+            judged.append(judge(engine, written))
+
+    limit = ONNX_TOLERANCES[form.precision] if tolerance is None else tolerance
+    result = _exported("onnx", model, Path(path), write, limit, judge_written)
+    about = {"precision": form.precision, "with_preprocessing": form.with_preprocessing}
+    return {**result, **about, "judged": judged[0] if judged else None}
 
 
 def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
@@ -103,14 +134,24 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
 
 
 def _exported(
-    kind: str, model: Backbone, path: Path, write: Callable[[Engine, Path], Engine], tolerance: float
+    kind: str,
+    model: Backbone,
+    path: Path,
+    write: Callable[[Engine, Path], Engine],
+    tolerance: float,
+    judge: Callable[[Engine, Engine], None] = lambda engine, written: None,
 ) -> dict[str, Any]:
     """Let ``write`` write the file and read it back; it appears once its embeddings are those of ``model``."""
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, path)
     with atomic_write(path) as tmp_path:
         tmp_path.touch()  # fails now, before the work, if the folder cannot be written
-        check = _checked(engine, expected, write(engine, tmp_path), path, tolerance)
+        written = write(engine, tmp_path)
+        check = _checked(engine, expected, written, path, tolerance)
+        try:
+            judge(engine, written)
+        except DataError as error:
+            raise DataError(f"{path} was not written: {error}") from None
     return {
         "format": kind,
         "file": str(path),
@@ -118,13 +159,28 @@ def _exported(
         **check,
         "embedding_dim": engine.embedding_dim,
         "image_size": engine.preprocessing.image_size,
-        "contract_id": engine.contract_id,
+        "contract_id": written.contract_id,
     }
 
 
-def _onnx_model(model: Backbone, engine: Engine) -> Any:
+def _onnx_model(model: Backbone, engine: Engine, form: OnnxForm) -> Any:
     import onnx
 
+    graph = _float_graph(model)
+    with _quiet():
+        graph = in_precision(graph, form, engine.preprocessing)
+    contract = {**engine.preprocessing.metadata(), **_contract(engine)}
+    if form.precision == INT8:
+        contract["contract_id"] = contract_id(engine.preprocessing, fingerprint(graph))
+    if form.with_preprocessing:
+        put_preprocessing_inside(graph, engine.preprocessing)
+    metadata = {"format": ONNX_FORMAT, "precision": form.precision, **contract, "fingerprint": fingerprint(graph)}
+    onnx.helper.set_model_props(graph, {f"{METADATA_PREFIX}{key}": str(value) for key, value in metadata.items()})
+    return graph
+
+
+def _float_graph(model: Backbone) -> Any:
+    """The ``onnx.ModelProto`` in float32, without metadata."""
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -143,9 +199,6 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
     for node in graph.graph.node:
         if node.name.startswith(SUBTRACTIONS + MULTIPLICATIONS):
             node.name = f"node_{node.name}"
-    contract = {**engine.preprocessing.metadata(), **_contract(engine)}
-    metadata = {"format": ONNX_FORMAT, **contract, "fingerprint": fingerprint(graph)}
-    onnx.helper.set_model_props(graph, {f"{METADATA_PREFIX}{key}": str(value) for key, value in metadata.items()})
     return graph
 
 
@@ -184,28 +237,32 @@ def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
 
 def _checked(
     engine: Engine, expected: list[tuple[Tensor, Tensor]], written: Engine, path: Path, tolerance: float
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Largest difference of the written file's embeddings; :class:`DataError` if it is beyond the tolerance."""
-    if written.contract_id != engine.contract_id or written.preprocessing != engine.preprocessing:
+    own = written.precision == INT8 or written.contract_id == engine.contract_id
+    if not own or written.preprocessing != engine.preprocessing:
         raise DataError(f"{path} was not written: its preprocessing did not survive the export")
     differences = [(written.run(images) - embeddings).abs().max() for images, embeddings in expected]
     error = max(float(difference.nan_to_num(torch.inf)) for difference in differences)
     largest = max(float(embeddings.abs().max()) for _, embeddings in expected)
     limit = tolerance * largest
-    if error > limit:
+    if error > limit or math.isinf(error):
         raise DataError(f"{path} was not written: its embeddings are off by {error:.2g} (tolerance {limit:.2g})")
-    return {"max_abs_error": error, "max_abs_value": largest, "tolerance": tolerance}
+    stated = tolerance if math.isfinite(tolerance) else None  # JSON has no infinities
+    return {"max_abs_error": error, "max_abs_value": largest, "tolerance": stated}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporters' warnings, prints and log lines off the screen; failures come as exceptions."""
-    before = logging.root.manager.disable
+    before, handler = logging.root.manager.disable, logging.NullHandler()
     logging.disable(logging.CRITICAL)
+    logging.root.addHandler(handler)  # without one, logging.warning() would add one that prints, for good
     try:
         with Path(os.devnull).open("w") as devnull, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with redirect_stdout(devnull), redirect_stderr(devnull):
                 yield
     finally:
+        logging.root.removeHandler(handler)
         logging.disable(before)

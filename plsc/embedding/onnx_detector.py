@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike
 from plsc.embedding import onnx_model
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
+from plsc.embedding.onnx_session import CPU, open_session, run_session
 from plsc.embedding.trial import Inputs, require_trial
 from plsc.errors import DataError
 from plsc.models.preprocessing import resize_image
@@ -174,7 +175,7 @@ class OnnxDetector(Detector):
         if tried is None and not is_asked_for():
             shapes = tuple((1, 3, height, width) for height, width in self._sizes)
             require_trial(path, "onnx", content, Inputs(self._input, np.dtype(self._dtype).name, shapes))
-        self._session = onnx_model.open_session(path, content, torch.device("cpu"))
+        self._session = open_session(path, content, [CPU])
         height, width = self._sizes[-1]
         self._detect(torch.zeros(3, height, width, dtype=torch.uint8), height, width)  # a wrong model fails now
 
@@ -189,7 +190,7 @@ class OnnxDetector(Detector):
         """The faces that the model finds in ``image`` at ``height`` by ``width`` pixels."""
         picture, scale = _letterboxed(image, height, width)
         values = self._family.values(picture).astype(self._dtype)
-        answers = onnx_model.run_session(self._path, self._session, self._outputs, {self._input: values})
+        answers = run_session(self._path, self._session, self._outputs, {self._input: values})
         scores, boxes, landmarks = self._family.decode(self._path, answers, height, width, self._threshold)
         sides = np.tile(image.shape[:0:-1], 2).astype(np.float32)
         boxes = np.clip(boxes / np.tile(scale, 2), 0, sides)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph, open_session, run_session
+from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph
+from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
 from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width, stated_contract
@@ -20,6 +21,7 @@ from plsc.signing import MODEL, is_asked_for, read_signed
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
+PRECISIONS = ("fp32", "fp16", "int8")  # that our exports compute in; other files run as they are, called "fp32"
 LARGEST_BATCH = 256
 
 # insightface's convention: a model with early nodes of these names normalises its input itself.
@@ -43,10 +45,12 @@ class OnnxEngine:
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
 
-    precision = "fp32"  # the name for "as the file is": nothing is cast
+    def __init__(self, path: Path, device: torch.device, *, provider: str = AUTO, own: bool = False) -> None:
+        """Open ``path`` on ``device``, or the execution ``provider`` of :mod:`plsc.embedding.onnx_session`.
 
-    def __init__(self, path: Path, device: torch.device, *, own: bool = False) -> None:
-        """Open ``path`` on ``device``; its ``own`` process wrote it: neither a signature nor a trial is asked for."""
+        Its ``own`` process wrote it: neither a signature nor a trial is asked for.
+        """
+        providers = session_providers(path, device, provider)
         self._path = path
         content = path.read_bytes() if own else read_signed(path, MODEL)
         trusted = own or is_asked_for()
@@ -59,11 +63,13 @@ class OnnxEngine:
         self._dtype = INPUT_TYPES[image_input.type]
         self._fixed_batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
         self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
+        stated = metadata.get("precision")
+        self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
         self._batches: tuple[int, ...] = ()  # any
         if not trusted:
-            self._batches = GPU_BATCHES if device.type == "cuda" else CPU_BATCHES
+            self._batches = CPU_BATCHES if providers == [CPU] else GPU_BATCHES
             require_trial(path, "onnx", content, Inputs(image_input.name, np.dtype(self._dtype).name, self._shapes()))
-        self._session = open_session(path, content, device)
+        self._session = open_session(path, content, providers)
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self.embedding_dim = self._probe()
         self.contract_id = stated_contract(path, metadata, FORMAT, fingerprint(model), self.preprocessing)

@@ -1,4 +1,4 @@
-"""ONNX files that somebody else wrote: read, refused where no trial could tell what they take, and run.
+"""ONNX files that somebody else wrote: read, and refused where no trial could tell what they take.
 
 A file can be wrong in many ways; each becomes a :class:`DataError` of one line. A trial of a graph
 (:mod:`plsc.embedding.trial`) tells what its runs will take only if no size in it depends on the values of the pictures,
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from plsc.errors import DataError, first_line
 
@@ -203,33 +202,3 @@ class _Followed:
 
 def _operator(node: Any) -> str:
     return str(node.op_type)[:80]  # protobuf gives bytes where they are no UTF-8
-
-
-def open_session(path: Path, content: bytes, device: torch.device) -> Any:
-    """Open an ``onnxruntime.InferenceSession`` on ``device`` with torch's number of threads.
-
-    Raises:
-        DataError: onnxruntime cannot run the file: operators that it does not know, broken shapes.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # fatal only: errors come as exceptions
-    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
-    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
-    try:
-        return onnxruntime.InferenceSession(content, options, providers=[*providers, "CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors share no public base class
-        raise DataError(f"{path} cannot be run by onnxruntime: {first_line(error)}") from None
-
-
-def run_session(path: Path, session: Any, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Run a session; :class:`DataError` names the file and the inputs' shapes when it does not run on them."""
-    try:
-        answer: list[np.ndarray] = session.run(outputs, inputs)
-    except Exception as error:  # onnxruntime's errors share no public base class
-        shapes = " and ".join(str(value.shape) for value in inputs.values())
-        raise DataError(f"{path} does not run on {shapes}: {first_line(error)}") from None
-    return answer

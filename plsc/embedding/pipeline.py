@@ -208,7 +208,7 @@ def embed_on_ranks(
     parts: list[Tensor] = []
     errors: dict[int, str] = {}
     warnings: dict[int, str] = {}
-    decoded = _decoded_ahead(images, ranges, Preprocessing(image_size, interpolation=interpolation))
+    decoded = decoded_ahead(images, ranges, Preprocessing(image_size, interpolation=interpolation))
     for rows_of, batch in zip(ranges, decoded, strict=True):
         with torch.no_grad():
             part = embed(batch.images).float()
@@ -239,8 +239,17 @@ def _gathered(texts: dict[int, str], mesh: Mesh) -> list[tuple[int, str]]:
     return sorted(item for part in all_gather_object(list(texts.items()), mesh) for item in part)
 
 
-def _decoded_ahead(images: ImageSource, ranges: Sequence[range], preprocessing: Preprocessing) -> Iterator["Batch"]:
-    """Decode batches of images, by threads one batch ahead."""
+def decoded_ahead(images: ImageSource, ranges: Sequence[range], preprocessing: Preprocessing) -> Iterator["Batch"]:
+    """Decode batches of images, by threads one batch ahead.
+
+    Args:
+        images: the images.
+        ranges: of their indices, one for each batch.
+        preprocessing: whose size and interpolation they are resized by.
+
+    Yields:
+        Each batch; an image with an error is black.
+    """
     decoder = _Decoder(images, preprocessing)
     threads = max(min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 1)
     ahead: deque[list[Future[Decoded]]] = deque()

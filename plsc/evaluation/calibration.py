@@ -98,7 +98,7 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
     roc = merge_rocs(list(rocs.values()))
     if not roc.genuine_pairs:
         raise DataError(f"{', '.join(rocs)}: no two images are the same person's; a calibration needs such pairs")
-    points = [point for rate in RATES if (point := _operating_point(roc, rate)) is not None]
+    points = [point for rate in RATES if (point := operating_point(roc, rate)) is not None]
     if not points:
         raise DataError(
             f"{', '.join(rocs)}: {roc.impostor_pairs:,} different pairs support no false-match rate up to 0.1 "
@@ -107,8 +107,12 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
     return Calibration(contract_id, model, tuple(rocs), images, roc.impostor_pairs, roc.genuine_pairs, tuple(points))
 
 
-def _operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
-    """Return the lowest score at which at most ``fmr`` of the different pairs match; None without enough of them."""
+def operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
+    """Find the lowest score of ``roc`` at which at most ``fmr`` of its different pairs match.
+
+    Returns:
+        It and its rates; None where fewer than ten different pairs may match.
+    """
     allowed = allowed_impostors(roc, fmr)
     if allowed < MINIMUM_IMPOSTORS:
         return None

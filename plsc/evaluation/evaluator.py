@@ -1,7 +1,7 @@
 """Evaluation of an embedder on whole sets: all ranks embed, the first one scores, every one gets the result."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from plsc.data import decode_image, is_drawn, open_dataset, read_pairs
-from plsc.embedding.columns import Int64, Mask
+from plsc.data import decode_image, has_reader, open_dataset, read_pairs
+from plsc.embedding.columns import Float32, Int64, Mask
 from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
-from plsc.evaluation.pairs import squared_distances, ten_folds, unit_rows_float32
+from plsc.errors import DataError
+from plsc.evaluation.groups import group_rates
+from plsc.evaluation.pairs import check_finite, squared_distances, ten_folds, unit_rows_float32
 from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_from_scores, roc_summary, sample_identities
 from plsc.evaluation.search import identification, no_retrieval, retrieval
 from plsc.models.preprocessing import BILINEAR, ImageSize
-from plsc.parallel.collectives import on_main
-from plsc.parallel.mesh import Mesh
+from plsc.parallel.collectives import all_gather_object, all_gather_rows, on_main
+from plsc.parallel.mesh import Mesh, require_mesh
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,13 @@ class PairImages:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Images with either ``is_same`` (N,), for 2N images in pairs, or ``labels`` (N,), for N images."""
+    """Images with either ``is_same`` (N,), for 2N images in pairs, or ``labels`` (N,) and their names, for N images."""
 
     name: str
     images: ImageSource
     is_same: Mask | None = None
     labels: Int64 | None = None
+    class_names: Sequence[str] = ()
 
 
 def evaluate(
@@ -64,6 +67,8 @@ def evaluate(
     curves: bool = False,
     quiet: bool = False,
     rocs: dict[str, Roc] | None = None,
+    examine: Callable[[EvaluationSet, EmbeddedImages], None] | None = None,
+    groups: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate ``embed`` on every set, with the same result on every rank and for any number of ranks.
 
@@ -87,6 +92,9 @@ def evaluate(
         curves: add ``roc`` ({"far", "tar"}) and ``scores`` (histograms of cosines), for plotting.
         quiet: print no progress.
         rocs: filled on the first rank with each set's exact ROC, for :func:`plsc.evaluation.calibration.calibrate`.
+        examine: called on the first rank with each set and its embeddings; it raises nothing.
+        groups: of identities by their names; labelled sets then have "by_group", of
+            :func:`plsc.evaluation.groups.group_rates`.
 
     Returns:
         By the set's name (:func:`set_names`), in the order of ``sets``: {"accuracy", "accuracy_std",
@@ -94,8 +102,8 @@ def evaluate(
         "rank5", "open_set", "retrieval", "images", "identities", "unreadable"}, with None for what a set cannot give.
 
     Raises:
-        UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, or an
-            embedding is not finite.
+        UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, an
+            embedding is not finite, or nobody in a labelled set has a group.
     """
     results = {}
     names = set_names([data.name if isinstance(data, EvaluationSet) else data for data in sets])
@@ -113,35 +121,112 @@ def evaluate(
             flip=data.is_same is not None if flip is None else flip,
         )
         exact: list[Roc] = []  # stays on the first rank: an exact ROC is large
-        results[name] = on_main(partial(_score, data, embedded, seed, curves, exact), mesh)
+        results[name] = on_main(partial(_score, data, embedded, seed, curves, exact, groups), mesh)
         if rocs is not None and exact:
             rocs[name] = exact[0]
+        if examine is not None and mesh.is_main:
+            examine(data, embedded)
     return results
 
 
-def _score(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, exact: list[Roc]) -> dict[str, Any]:
+def _score(
+    data: EvaluationSet,
+    embedded: EmbeddedImages,
+    seed: int,
+    curves: bool,
+    exact: list[Roc],
+    groups: Mapping[str, str] | None,
+) -> dict[str, Any]:
     """Compute the set's results; append its exact ROC to ``exact``."""
     readable = embedded.readable
-    searched: dict[str, Any]
     if data.is_same is not None:
         complete = readable[0::2] & readable[1::2]
         pairs, is_same = embedded.rows[np.repeat(complete, 2)], data.is_same[complete]
         distances = squared_distances(pairs, is_same.size)
         roc = roc_from_scores(1.0 - distances / 2.0, is_same)
-        searched = {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
+        results = ten_folds(distances, is_same) | roc_summary(roc)
+        results |= {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
     else:
         assert data.labels is not None
         rows, labels = embedded.rows[readable], data.labels[readable]
-        first, second, is_same = sample_pairs(labels, seed)
-        distances = squared_distances(rows[np.stack([first, second], axis=1).reshape(-1)], is_same.size)
-        sample, unit = sample_identities(labels, seed), unit_rows_float32(rows)
-        roc = all_pairs_roc(unit[sample], labels[sample])
-        ranks = identification(rows, labels, seed=seed)
-        searched = {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
-        searched |= {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}
+        results, roc = _labelled(rows, labels, seed)
+        if groups is not None:
+            results["by_group"] = group_rates(unit_rows_float32(rows), labels, data.class_names, groups, roc, seed)
     exact.append(roc)
     counts = {"images": len(data.images), "unreadable": int(np.sum(~readable))}
-    return ten_folds(distances, is_same) | roc_summary(roc) | searched | counts | (plot_data(roc) if curves else {})
+    return results | counts | (plot_data(roc) if curves else {})
+
+
+def _labelled(rows: Float32, labels: Int64, seed: int) -> tuple[dict[str, Any], Roc]:
+    """The results of labelled embeddings, and their exact ROC."""
+    first, second, is_same = sample_pairs(labels, seed)
+    distances = squared_distances(rows[np.stack([first, second], axis=1).reshape(-1)], is_same.size)
+    sample, unit = sample_identities(labels, seed), unit_rows_float32(rows)
+    roc = all_pairs_roc(unit[sample], labels[sample])
+    ranks = identification(rows, labels, seed=seed)
+    results = ten_folds(distances, is_same) | roc_summary(roc)
+    results |= {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
+    return results | {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}, roc
+
+
+def score(embeddings: torch.Tensor, labels: torch.Tensor, *, seed: int = 0) -> dict[str, Any]:
+    """Score labelled embeddings as :func:`evaluate` scores those of a labelled set.
+
+    Args:
+        embeddings: (N, D), of any norm and device; the first of an identity is its picture in the gallery.
+        labels: (N,) integers.
+        seed: samples the pairs for accuracy, the identities unknown to the open set, and queries of more than 10^5.
+
+    Returns:
+        What :func:`evaluate` returns of a set, without "unreadable".
+
+    Raises:
+        DataError: the numbers of rows and labels differ, or a value is not finite.
+    """
+    rows, numbers = embeddings.detach().float().cpu().numpy(), labels.detach().long().cpu().numpy()
+    if rows.ndim != 2 or numbers.shape != rows.shape[:1]:
+        raise DataError(f"embeddings {rows.shape} and labels {numbers.shape} do not fit: give (N, D) and (N,)")
+    check_finite(rows)
+    return _labelled(rows, numbers, seed)[0] | {"images": len(rows)}
+
+
+class Evaluator:
+    """Collects embeddings batch by batch and scores them, with the methods of torchmetrics' metrics.
+
+    Args:
+        mesh: ranks that each collect their share; None: this process collects all.
+        seed: as :func:`score` takes it.
+    """
+
+    def __init__(self, mesh: Mesh | None = None, *, seed: int = 0) -> None:
+        self._mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
+        self._seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was collected."""
+        self._embeddings: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
+
+    def update(self, embeddings: torch.Tensor, labels: torch.Tensor) -> None:
+        """Collect a batch (b, D) with its labels (b,); an image that is given twice counts twice."""
+        self._embeddings.append(embeddings.detach().float())
+        self._labels.append(labels.detach().to(embeddings.device, torch.int64))
+
+    def compute(self) -> dict[str, Any]:
+        """Score what all ranks have collected, in the order of the ranks; all of them call, with a batch at least.
+
+        Returns:
+            What :func:`score` returns, the same on every rank.
+
+        Raises:
+            DataError: as :func:`score` does; a rank has collected nothing.
+        """
+        if not all(all_gather_object(bool(self._labels), self._mesh)):
+            raise DataError("a rank has no embeddings to score: call update() on every rank before compute()")
+        parts = (torch.cat(part).to(self._mesh.device) for part in (self._embeddings, self._labels))
+        embeddings, labels = (all_gather_rows(part, self._mesh) for part in parts)
+        return on_main(lambda: score(embeddings, labels, seed=self._seed), self._mesh)
 
 
 def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
@@ -155,7 +240,7 @@ def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
         pairs = read_pairs(Path(source))
         return EvaluationSet(name, PairImages(source, pairs.images), is_same=pairs.is_same)
     dataset = open_dataset(source, image_size=image_size)
-    return EvaluationSet(name, dataset, labels=dataset.labels)
+    return EvaluationSet(name, dataset, labels=dataset.labels, class_names=dataset.class_names)
 
 
 def set_names(sources: Sequence[str]) -> list[str]:
@@ -172,7 +257,7 @@ def set_names(sources: Sequence[str]) -> list[str]:
 
 
 def _short_name(source: str) -> str:
-    if is_drawn(source):
+    if has_reader(source):
         return source
     path = Path(source)
     return (path.stem if path.suffix in (".bin", ".rec", ".txt", ".tsv", ".lst") else path.name) or source

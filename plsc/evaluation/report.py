@@ -1,6 +1,6 @@
 """Reports of :func:`plsc.evaluation.evaluate`: a table for the terminal, ROC curves, histograms of scores."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,14 +20,50 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
     A row for which no set has a value is left out.
     """
-    columns = [["", *_LABELS], *([printable(name), *_cells(result)] for name, result in results.items())]
-    rows = [row for row in zip(*columns, strict=True) if set(row[1:]) != {_NONE}]
+    return _aligned(results_rows(results))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for label, *cells in rows:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([label.ljust(widths[0]), *aligned]).rstrip())
     return "\n".join(lines)
+
+
+def groups_table(name: str, found: Mapping[str, Any]) -> str:
+    """Format what :func:`plsc.evaluation.groups.group_rates` found of the set ``name``."""
+    return f"{groups_title(name, found)}\n{_aligned(groups_rows(found))}"
+
+
+def groups_title(name: str, found: Mapping[str, Any]) -> str:
+    """Say at which threshold the groups of the set ``name`` are judged."""
+    left_out = found["identities_left_out"]
+    others = f"; {left_out:,} identities without a group are left out" if left_out else ""
+    return (
+        f"{printable(name)} by group, at the cosine of {found['threshold']:.4f}, which holds a false-match rate of "
+        f"{found['far']:g} over the set{others}"
+    )
+
+
+def groups_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of :func:`groups_table`."""
+    rows: list[tuple[str, ...]] = [
+        ("group", "identities", "images", "FMR, %", "different pairs", "FNMR, %", "same pairs")
+    ]
+    for group, each in found["groups"].items():
+        counts = _count(each["identities"]), _count(each["images"])
+        false_matches = percent(each["fmr"]), _count(each["impostor_pairs"])
+        rows.append((printable(group), *counts, *false_matches, percent(each["fnmr"]), _count(each["genuine_pairs"])))
+    return rows
+
+
+def results_rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the rows of :func:`results_table`: the names of the sets, then a label and a text for each set."""
+    columns = [["", *_LABELS], *([printable(name), *_cells(result)] for name, result in results.items())]
+    return [row for row in zip(*columns, strict=True) if set(row[1:]) != {_NONE}]
 
 
 _LABELS = (
@@ -55,6 +91,18 @@ def _cells(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def probe_line(name: str, found: Mapping[str, Any]) -> str:
+    """Format what :func:`plsc.evaluation.probe.probe` found of the set ``name``."""
+    method = f"logistic regression, C {found.get('c', 0):g}"
+    if found["probe"] == "knn":
+        method = f"{found['neighbours']} nearest neighbours, temperature {found['temperature']:g}"
+    learned = f"{found['train_images']:,} images of {found['classes']:,} classes"
+    return (
+        f"{printable(name)}: top-1 {percent(found['top1'])}%, top-5 {percent(found['top5'])}% "
+        f"of {found['images']:,} images ({method}, by {learned})"
+    )
+
+
 def percent(value: float | None) -> str:
     """Format ``0.98765`` as ``98.77``, None as a dash. Only 1 becomes ``100.00``, and only 0 ``0.00``."""
     if value is None:
@@ -75,12 +123,15 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4
 _GRID, _INK = "#d9d9d9", "#333333"
 
 
-def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
+def roc_figure(
+    results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], *, image_format: str = "svg"
+) -> None:
     """Draw a ROC curve per set: TAR over logarithmic FAR. Sets without a curve are left out.
 
     Args:
         results: of :func:`plsc.evaluation.evaluate` with ``curves=True``.
-        target: a .png, .svg or .pdf path, or an open binary file, which gets SVG.
+        target: a .png, .svg or .pdf path, or an open binary file.
+        image_format: of an open file.
 
     Raises:
         UsageError: another suffix, or no set has a curve.
@@ -110,7 +161,7 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
     axes[0].set_ylabel("true accept rate (share of same pairs)")
     columns = max(min(len(drawn), 75 // (max(map(len, drawn)) + 16)), 1)
     figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
-    _save(figure, target)
+    _save(figure, target, image_format)
 
 
 def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
@@ -199,9 +250,9 @@ def canvas(rows: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _save(figure: Any, target: Path | IO[bytes]) -> None:
+def _save(figure: Any, target: Path | IO[bytes], image_format: str = "svg") -> None:
     if not isinstance(target, Path):
-        figure.savefig(target, format="svg", dpi=160)
+        figure.savefig(target, format=image_format, dpi=160)
         return
     check_target(target)
     with atomic_write(target) as tmp_path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from plsc.errors import UsageError
+from plsc.extensions import Registry
 from plsc.gallery.sqlite import COMPACT_WITHIN
 
 if TYPE_CHECKING:
@@ -21,11 +22,16 @@ class Server(NamedTuple):
     opener: str
 
 
-# URI scheme -> backend. A spec without one of these schemes is a folder.
-SERVERS: Mapping[str, Server] = {
-    "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
-    "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
-}
+# URI scheme -> backend, those of installed packages too. A spec without one of these schemes is a folder.
+SERVERS: Registry[Server] = Registry(
+    "plsc.stores",
+    {
+        "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
+        "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
+    },
+    lambda found: isinstance(found, Server),
+    "a plsc.gallery.backends.Server",
+)
 SPEC_FORMS = " or ".join(f"{scheme}:{server.address}" for scheme, server in SERVERS.items())
 
 
@@ -81,4 +87,4 @@ def display_name(spec: str | Path) -> str:
 
 def _server(spec: str | Path) -> Server | None:
     scheme, colon, _ = str(spec).partition(":")
-    return SERVERS.get(scheme) if colon else None
+    return SERVERS.find(scheme) if colon else None

@@ -100,6 +100,21 @@ class PreparedFilter(Filter):
     key: tuple[int, str]
 
 
+@dataclass(frozen=True, eq=False)
+class UnfinishedFilter(Filter):
+    """A filter that a store has looked up in part; it is given back to be looked up further.
+
+    Attributes:
+        found: what the store keeps of who matches the first conditions.
+        looked_up: how many conditions those are.
+        change: number of the store's last change when it began.
+    """
+
+    found: Any
+    looked_up: int
+    change: int
+
+
 def _parse_key(key: Any, test: Any) -> list[Condition]:
     check_key(key)
     if not isinstance(test, dict):

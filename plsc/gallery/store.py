@@ -412,7 +412,11 @@ class Store(ABC):
         return self._search(collection, queries, int(k), float(threshold), filter)
 
     def prepare_filter(self, collection: str, filter: Filter) -> Filter:
-        """Look up who matches, where that takes long, for one search with the result soon after, on any thread."""
+        """Look up who matches, where that takes long, for one search with the result soon after, on any thread.
+
+        A :class:`plsc.gallery.filters.UnfinishedFilter` is no result yet, and goes in again: in between, others have
+        their turns.
+        """
         return filter
 
     def stopping_when(self, stop: Callable[[], bool]) -> AbstractContextManager[None]:

@@ -1,3 +1,4 @@
-"""The sharded class head."""
+"""The sharded class head, and several over one backbone."""
 
 from plsc.head.sharded_head import ShardedHead as ShardedHead
+from plsc.head.sharded_heads import ShardedHeads as ShardedHeads

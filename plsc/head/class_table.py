@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from plsc.head.frozen_rows import FrozenRows
 from plsc.head.low_precision import Rounding, RowState
 from plsc.parallel.tensor_shard import TensorShard
 
@@ -254,9 +255,11 @@ class ClassTable:
     Attributes:
         parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
         is_resident: whether computation reads and writes the rows in place.
+        frozen: rows that no update changes; None: there is none.
     """
 
     is_resident = True
+    frozen: FrozenRows | None = None
 
     def __init__(self, shape: TableShape, weight: Tensor, *, requires_grad: bool = False) -> None:
         self.parameter = nn.Parameter(weight, requires_grad=requires_grad)

@@ -137,6 +137,17 @@ class LocalTargetRows:
     owned: Tensor
     nearest: Tensor
 
+    def class_rows(self) -> Tensor:
+        """All centres' rows (b, K, D) of the samples' classes in the table's dtype, 0 where another shard has them."""
+        centers, count = self.rows.centers, len(self.nearest)
+        weight = self.rows.weight
+        found = torch.zeros(count, centers, weight.shape[1], dtype=weight.dtype, device=self.owned.device)
+        for part in _parts(self.rows, count):
+            picked = self.rows.picked(self.rows.rows_of(self.nearest[part] // centers))
+            owned = self.owned[part, None, None]
+            found[part] = torch.where(owned, picked.weight.view(-1, centers, found.shape[2]), 0)
+        return found
+
     def add_gradient(self, grad_embeddings: Tensor, target_grad: Tensor) -> None:
         """Add ``target_grad``·ρ_y·W_y to ``grad_embeddings`` (b, D); the former is by the samples' own cosines (b,)."""
         dtype = grad_embeddings.dtype

@@ -4,14 +4,14 @@ Notation: P_i the labels of sample i, z = s·cos, a = s·φ(cos) with the margin
 outside of P_i, which is all that pass 1 computes; w_ip the weight of label p. Labels are (b, K) int64, -1 for none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.losses.margins import TargetLogit
+from plsc.losses.margins import Margin, TargetLogit
 
 MOST_LABELS = 100
 _NEVER = 1e4  # log Z of a sample without a label: exp(z − log Z) is 0, and a check of finite numbers passes
@@ -26,10 +26,12 @@ class Normalized:
     Attributes:
         losses: (b,), weighted.
         highest, total: (b,), Z = total·exp(highest): a negative's probability, or the labels' together, is exp(z)/Z.
-        log_z: (b,) log Z.
+            (b·K,) where each label has its own negatives.
+        log_z: log Z, of the same shape.
         by_logit: (b,) or (b, K), derivatives of the losses by the targets' logits s·φ.
         by_cosine: (b, K), those by s·cos, where a sample's labels are negatives of each other; None: they are not.
         count: samples that have a label, of this head group; None: all.
+        weights: (b·K,), where each label has its own negatives: those of its loss; None: they are in Z.
     """
 
     losses: Tensor
@@ -39,6 +41,7 @@ class Normalized:
     by_logit: Tensor
     by_cosine: Tensor | None = None
     count: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,17 @@ class MultiLabel:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
         return weights
 
+    def unrolled(self, labels: Tensor) -> Tensor:
+        """Labels (b, K) as b·K samples, each with a label that has negatives of its own.
+
+        They are (b·K,) where other labels are negatives, and (b·K, K) where all labels are left out of the sums.
+        """
+        return labels.flatten() if self.positives == "kept" else labels.repeat_interleave(labels.shape[1], 0)
+
+    def unrolled_grad(self, target_grad: Tensor) -> Tensor:
+        """Derivatives (b, K) by the labels' cosines, in the shape of :meth:`unrolled`: each sample has its own's."""
+        return target_grad.flatten() if self.positives == "kept" else torch.diag_embed(target_grad).flatten(0, 1)
+
     def normalize(
         self, labels: Tensor, weights: Tensor, target: TargetLogit, cos: Tensor, s: float, log_n: Tensor
     ) -> Normalized:
@@ -111,11 +125,24 @@ class MultiLabel:
         return _of_labels(losses, -log_a, by_logit, by_cosine, exists, target)
 
 
+def normalize_each(labels: Tensor, weights: Tensor, target: TargetLogit, s: float, log_n: Tensor) -> Normalized:
+    """The losses log(exp(a_p) + N_p) − a_p of labels that have negatives N_p each, log_n (b·K,) being their logarithms.
+
+    Arguments as for :meth:`MultiLabel.normalize`. Where labels are "kept", N_p has the sample's other ones in it.
+    """
+    logit = target.phi * s
+    log_z = torch.logaddexp(log_n.view_as(logit), logit)
+    losses = (weights * (log_z - logit)).sum(1)
+    by_logit = weights * ((logit - log_z).exp() - 1)
+    found = _of_labels(losses, log_z.flatten(), by_logit, None, labels >= 0, target)
+    return replace(found, weights=weights.flatten())
+
+
 def separate(labels: Tensor, weights: Tensor, target: TargetLogit, s: float, log_n: Tensor) -> Normalized:
     """The loss log(1 + N) + log(1 + Σ exp(−a_p)), whose two terms know nothing of each other.
 
     Source: An et al., Multi-label Cluster Discrimination, ECCV 2024, the loss L_MLCD of section 3. Arguments as for
-    :meth:`MultiLabel.normalize`; labels whose weight is 0 are left out, and other weights do not matter.
+    :meth:`MultiLabel.normalize`; labels whose weight is 0 (not drawn) are left out, and other weights do not matter.
     """
     exists, counts = labels >= 0, weights > 0
     has_label = counts.any(1)
@@ -126,6 +153,18 @@ def separate(labels: Tensor, weights: Tensor, target: TargetLogit, s: float, log
     by_logit = -(exponents - log_positive[:, None]).exp()
     log_z = torch.where(has_label, log_z, _NEVER)
     return _of_labels(losses, log_z, by_logit, None, exists, target)
+
+
+def check_labels_join(margin: Margin, positives: str, reduction: str) -> None:
+    """UsageError where ``margin`` has no loss of each label, and the others say how such losses are formed."""
+    if not margin.separates_positives:
+        return
+    for name, value, only in (("label_reduction", reduction, "mean"), ("positives", positives, "excluded")):
+        if value != only:
+            raise UsageError(
+                f"{type(margin).__name__} has one term for all labels of a sample, and no loss of each: "
+                f'{name} = "{value}" means nothing with it; leave it out'
+            )
 
 
 def distinct(labels: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ A further exchange is a class here and its line in :meth:`ExchangeOptions.make`.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -294,7 +295,7 @@ def _values(chunk: Chunk, averages: Averages) -> Tensor:
 
 
 def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: ClassTable) -> None:
-    """Move a chunk's rows and state by ``mean`` − ``own``.
+    """Move a chunk's rows and state by ``mean`` − ``own``, but for frozen ones.
 
     What has not changed since ``own`` was read becomes the mean itself, to the last bit: the same on all replicas.
     Second moments, which decay meanwhile, must not become negative.
@@ -308,7 +309,8 @@ def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: C
     if any(each.dtype in ROUNDED for each in (chunk.weight, *(rows.values for rows in tables.values()))):
         numbers = chunk.local_rows + table.first_row
         bits = RoundingBits.draw(averages.seed ^ _SALT, averages.step, numbers, columns)
-    store(chunk.table.weight, chunk.index, weight, bits.low if bits is not None else None, averages.rounding)
-    renew_norms(chunk.table, chunk.index)
-    for (name, rows), values in zip(tables.items(), states, strict=True):
-        rows.write(chunk.index, values.clamp(min=0) if name == "second_moment" else values, bits)
+    with nullcontext() if table.frozen is None else table.frozen.kept(chunk, tables):
+        store(chunk.table.weight, chunk.index, weight, bits.low if bits is not None else None, averages.rounding)
+        renew_norms(chunk.table, chunk.index)
+        for (name, rows), values in zip(tables.items(), states, strict=True):
+            rows.write(chunk.index, values.clamp(min=0) if name == "second_moment" else values, bits)

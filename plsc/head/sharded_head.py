@@ -15,8 +15,10 @@ from plsc.head.backends import HeadShape, agree_on_shape, choose_backend, fall_b
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
+from plsc.head.frozen_rows import FrozenRows
 from plsc.head.journaled_table import JournaledTable
-from plsc.head.multi_label import MultiLabel, Positives, Reduction
+from plsc.head.multi_label import MultiLabel, Positives, Reduction, check_labels_join
+from plsc.head.negative_filter import check_negative_filter
 from plsc.head.replicas import ExchangeOptions
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -87,13 +89,23 @@ class ShardedHead(nn.Module):
             samples that have a label.
         labels_per_step: how many of a sample's labels, drawn anew, have a loss in a step; None: all. The others stay
             its labels: "excluded" leaves them out of the sums, and samplers have them in the sample.
+        negative_filter: the cosine of two rows from which on their classes are no negatives of each other: a class that
+            is as close to a label's, by the nearest pair of their sub-centres, is left out of the label's softmax. The
+            choice is a constant: no gradient goes through it. arcface_torch's ``interclass_filtering_threshold`` is
+            another thing: it compares a class with the sample. PyTorch makes the passes then, with one product more
+            each and logits in memory, and K labels a sample cost as K samples do. Moves 2·b·K·D more of the table's
+            numbers per rank. None: all classes are negatives.
+        frozen_rows: classes that stay in the softmax and are not updated: their rows and the optimizer's state of them
+            keep their bits. "all" (pass 2 is left out then), "START:STOP" (STOP is the first that trains), FILE.npy of
+            class numbers, or these. Beside rows that train, they take a copy of each chunk while it is updated, and
+            Triton's update a launch of its own. None: all rows train.
+
+    All of these but ``weight_dtype``, ``chunk_classes`` and ``backend`` are attributes, as given. The others:
 
     Attributes:
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
-        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement, journal,
-        averaging_period, staleness, fp32_precision, positives, label_reduction, labels_per_step: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
         softmax: its step: table, waiting batches and passes. For its optimizers; a training script has no use for it.
 
@@ -130,6 +142,8 @@ class ShardedHead(nn.Module):
         positives: Positives = "excluded",
         label_reduction: Reduction = "mean",
         labels_per_step: int | None = None,
+        negative_filter: float | None = None,
+        frozen_rows: str | Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
         dim, num_classes = as_integer(dim, "the head's dim", 1), as_integer(num_classes, "the head's num_classes", 1)
@@ -152,6 +166,9 @@ class ShardedHead(nn.Module):
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
+        check_negative_filter(negative_filter, self.margin)
+        check_labels_join(self.margin, positives, label_reduction)
+        self.negative_filter = negative_filter
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
         self.momentum_dtype, self.placement, self.journal = storage.momentum_dtype, placement, journal
         self.fp32_precision = _to_fp32_precision(fp32_precision)
@@ -164,11 +181,16 @@ class ShardedHead(nn.Module):
         self.class_range = first, stop = self._own_classes()
         shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
         table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
+        if frozen_rows is not None:
+            if update != "fused":
+                raise UsageError('frozen_rows are kept by the head\'s own optimizers: give update="fused"')
+            table.frozen = FrozenRows.of(frozen_rows, num_classes, self.class_range, centers, self.mesh.device)
+        self.frozen_rows = frozen_rows
         self.weight = table.parameter
         sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
         replicas = exchange.make(table, self.mesh.replicas)
         self.softmax = ShardedSoftmax(
-            self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas, multi_label
+            self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas, multi_label, negative_filter
         )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
@@ -223,8 +245,13 @@ class ShardedHead(nn.Module):
         if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor):
             kinds = f"{type(embeddings).__name__} and {type(labels).__name__}"
             raise UsageError(f"the head takes tensors of embeddings (b, {self.dim}) and labels (b,), not {kinds}")
-        if self.margin.separates_positives and labels.dim() == 1:
-            labels = labels[:, None]
+        if self.margin.separates_positives:
+            if weights is not None:
+                name = type(self.margin).__name__
+                raise UsageError(
+                    f"{name} joins all labels of a sample in one term, which takes no weights: leave them out"
+                )
+            labels = labels[:, None] if labels.dim() == 1 else labels
         elif labels.dim() > 1 and self.margin.changes_negatives:
             name = type(self.margin).__name__
             raise UsageError(f"{name} compares negatives with a sample's label, which has to be one: labels (b,)")
@@ -295,6 +322,7 @@ class ShardedHead(nn.Module):
             self.margin,
             self.fp32_precision,
             self.num_classes,
+            self.negative_filter is not None,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
         if not isinstance(self, AbsentHead):

@@ -29,7 +29,8 @@ from plsc.head.class_table import (
     overlapped_chunk_size,
 )
 from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels, target_cosines
-from plsc.head.multi_label import MultiLabel, Normalized, concatenated, separate
+from plsc.head.multi_label import MultiLabel, Normalized, concatenated, normalize_each, separate
+from plsc.head.negative_filter import concatenated_filters, gather_filter
 from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.replicas import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
@@ -53,6 +54,7 @@ class ShardedSoftmax:
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
         exchange: between the replicas of the shard.
         multi_label: how the losses of several labels a sample are formed.
+        negative_filter: the cosine of two rows from which on a class is no negative of the other; None: all are.
 
     Attributes:
         margin_state: the margin's running statistics, equal on all ranks.
@@ -70,8 +72,9 @@ class ShardedSoftmax:
         chunk_classes: int | None,
         exchange: ReplicaExchange,
         multi_label: MultiLabel,
+        negative_filter: float | None = None,
     ) -> None:
-        self.exchange, self.multi_label = exchange, multi_label
+        self.exchange, self.multi_label, self.negative_filter = exchange, multi_label, negative_filter
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
         self.chunk_classes, self.dim = chunk_classes, table.shape.dim
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
@@ -126,11 +129,15 @@ class ShardedSoftmax:
             target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
         phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
         batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
-        partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
-        others = [] if target is not None else [cos] if cos.dim() == 1 else cos.unbind(1)
+        labels, unrolls = gathered.labels, False
+        if self.negative_filter is not None:
+            batch, labels = self._filtered(batch, labels, rows, local_targets)
+            unrolls = cos.dim() > 1
+        partial = self.backend.first_pass(rows, batch, self.chunk_size(len(batch.position)), with_grad=differentiate)
+        others = [] if target is not None else [cos.flatten()] if cos.dim() == 1 or unrolls else cos.unbind(1)
         maximum, total, *sums = self._sum_over_shards(partial, *others)
         if target is None:
-            cos = sums[0] if cos.dim() == 1 else torch.stack(sums, 1)
+            cos = sums[0].view(cos.shape) if len(others) == 1 else torch.stack(sums, 1)
             target = self._apply_margin(cos, gathered, training)
             batch = replace(batch, phi=target.phi, state=self.margin_state)
         if cos.dim() == 1:
@@ -142,15 +149,18 @@ class ShardedSoftmax:
         target_grad = normalized.by_logit * target.slope * scale
         if normalized.by_cosine is not None:
             target_grad = target_grad + normalized.by_cosine * scale
+        by_sample = torch.empty_like(normalized.log_z).fill_(scale)
+        if normalized.weights is not None:
+            by_sample *= normalized.weights
         pending = PendingBackward(
             batch,
-            gathered.labels,
+            labels,
             selected,
             normalized.log_z,
-            torch.empty_like(normalized.log_z).fill_(scale),
-            target_grad,
+            by_sample,
+            self.multi_label.unrolled_grad(target_grad) if unrolls else target_grad,
             self.table.version,
-            gathered.largest,
+            gathered.largest * (cos.shape[1] if unrolls else 1),
             rows,
         )
         if training:
@@ -159,9 +169,7 @@ class ShardedSoftmax:
         if partial.grad_embeddings is None:
             return loss, None, pending
         grad = _shards_gradient(partial.grad_embeddings, partial, normalized, scale)
-        by_label = [target_grad] if target_grad.dim() == 1 else target_grad.unbind(1)
-        for rows_of_label, of_label in zip(local_targets, by_label, strict=True):
-            rows_of_label.add_gradient(grad, of_label)
+        grad = _with_targets(grad, target_grad, local_targets)
         # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
         # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
@@ -189,6 +197,22 @@ class ShardedSoftmax:
                 return prefetched
         selected = self.sampler.draw(labels, self.forwards)
         return selected, self.table.rows(selected, training=training)
+
+    def _filtered(
+        self, batch: Batch, labels: Tensor, rows: ClassRows, targets: Sequence[LocalTargetRows]
+    ) -> tuple[Batch, Tensor]:
+        """The batch with its filter, and its labels. Those of several a sample have other negatives each.
+
+        They are as many samples then.
+        """
+        assert self.negative_filter is not None
+        found = gather_filter(targets, self.negative_filter, self.mesh.head)
+        if labels.dim() == 1:
+            return replace(batch, negatives=found), labels
+        features = batch.features.repeat_interleave(labels.shape[1], 0)
+        labels = self.multi_label.unrolled(labels)
+        position = rows.positions(labels - self.sampler.first)
+        return replace(batch, features=features, position=position, phi=batch.phi.flatten(), negatives=found), labels
 
     def _apply_margin(self, cos: Tensor, gathered: GlobalBatch, training: bool) -> TargetLogit:
         """The margin at the group's targets (b,) or (b, K). Statistics, and margins drawn at random, are those of the
@@ -232,6 +256,8 @@ class ShardedSoftmax:
             on_host = torch.empty(gathered.total, labels.shape[1], pin_memory=labels.is_cuda)
             keys = gathered.local_group(on_host.uniform_(generator=generator)).to(labels.device, non_blocking=True)
         weights = self.multi_label.weights(labels, gathered.weights, keys)
+        if self.negative_filter is not None:
+            return normalize_each(labels, weights, target, self.margin.s, log_n)
         if self.margin.separates_positives:
             return separate(labels, weights, target, self.margin.s, log_n)
         return self.multi_label.normalize(labels, weights, target, cos, self.margin.s, log_n)
@@ -293,7 +319,15 @@ class ShardedSoftmax:
     def update_rows(
         self, pending: list[PendingBackward], state: OptimizerState, updater: Updater, step: Update
     ) -> None:
-        """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls."""
+        """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls.
+
+        Frozen rows stay as they are.
+        """
+        frozen = self.table.frozen
+        if frozen is not None:
+            if frozen.are_all:
+                return
+            updater = frozen.updater(updater)
         if self.exchange.sums:
             for chunk, gradient in self.gradient_chunks(pending, state):
                 updater(chunk, gradient, state.of(chunk), step)
@@ -314,6 +348,7 @@ class ShardedSoftmax:
             concatenated([p.batch.phi for p in pending], 0),
             self.margin,
             _states(pending),
+            None if self.negative_filter is None else concatenated_filters([p.batch.negatives for p in pending]),
         )
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
@@ -358,9 +393,21 @@ def _normalize(target: TargetLogit, s: float, maximum: Tensor, total: Tensor) ->
     return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
 
 
+def _with_targets(grad: Tensor, target_grad: Tensor, targets: Sequence[LocalTargetRows]) -> Tensor:
+    """The gradient by unit embeddings (b, D) with the targets' share, of negatives' (b, D), or (b·K, D) by label."""
+    if len(grad) > len(target_grad):
+        grad = grad.view(*target_grad.shape, -1).sum(1)
+    by_label = [target_grad] if target_grad.dim() == 1 else target_grad.unbind(1)
+    for rows_of_label, of_label in zip(targets, by_label, strict=True):
+        rows_of_label.add_gradient(grad, of_label)
+    return grad
+
+
 def _shards_gradient(pull: Tensor, partial: PartialSoftmax, normalized: Normalized, scale: Tensor | float) -> Tensor:
     """Turn pass 1's sums of rows (b, D) into the loss's gradient by unit embeddings, in place, without the targets'."""
     pull.mul_(((partial.maximum - normalized.highest).exp() / normalized.total).to(pull.dtype)[:, None])
+    if normalized.weights is not None:
+        pull.mul_(normalized.weights.to(pull.dtype)[:, None])
     return pull.mul_(scale)
 
 

@@ -180,7 +180,8 @@ class Index:
             contract_id: of the model that made the array (``model.contract_id``); the index then refuses images that
                 another model embeds.
             overwrite: replace an index that ``folder`` holds, once the new one is whole.
-            kind, recall, recall_at, latency_ms, memory, seed, quiet: see :class:`plsc.index.tuning.BuildOptions`.
+
+        The other arguments are those of :class:`plsc.index.tuning.BuildOptions`.
 
         Raises:
             UsageError: the arguments do not go together, or ``folder`` exists. Otherwise as

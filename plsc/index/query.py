@@ -105,9 +105,9 @@ def search_service(client: "Client", collection: str, source: str | Path, k: int
 
 
 def _require_source(source: str | Path) -> None:
-    from plsc.data import is_drawn
+    from plsc.data import has_reader
 
-    if not Path(source).exists() and not is_drawn(source):
+    if not Path(source).exists() and not has_reader(source):
         raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
 
 
@@ -125,11 +125,12 @@ def _unsearchable(vectors: Float32) -> dict[int, str]:
 
 def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder":
     from plsc.embedding.embedder import open_embedder
+    from plsc.models.timm_weights import is_hub_id
 
     remembered = index.manifest["model"]
     if model is None and remembered is None:
         raise UsageError(f"{index.folder} does not know its model; name it with --model")
-    if model is None and not Path(remembered).exists():
+    if model is None and not (is_hub_id(remembered) or Path(remembered).exists()):
         raise UsageError(f"the model of {index.folder}, {remembered}, is not there any more; name it with --model")
     return open_embedder(remembered if model is None else model, best=best)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
+from plsc.extensions import Registry
 
 __all__ = [
     "MLCD",
@@ -30,7 +31,13 @@ __all__ = [
 
 Gradient = Literal["exact", "straight_through"]
 State = dict[str, Tensor]
-MARGINS: "dict[str, type[Margin]]" = {}  # every margin of this module by its name in configurations
+# Every margin of this module by its name in configurations, and those of installed packages.
+MARGINS: "Registry[type[Margin]]" = Registry(
+    "plsc.margins",
+    {},
+    lambda found: isinstance(found, type) and issubclass(found, Margin),
+    "a subclass of plsc.losses.margins.Margin",
+)
 
 _SMALLEST_SINE_SQUARED = 1e-12  # at cos = ±1 the angle has no derivative; this bounds it
 
@@ -54,9 +61,11 @@ class TargetLogit:
 class Margin:
     """The interface of all margins. ``s`` scales cosines to logits.
 
-    To add a margin, define its subclass in this module and name it in ``__all__`` and in plsc/__init__.py:
-    ``plsc.NAME``, ``plsc.losses.NAME`` and the configuration's ``margin = "name"`` follow. Fields of a new name also
-    need their key in :class:`plsc.config.HeadConfig`, which documents every key.
+    To add a margin, define its subclass in this module and name it in ``__all__`` and in
+    ``plsc/__init__.py``: ``plsc.NAME``, ``plsc.losses.NAME`` and the configuration's ``margin = "name"`` follow. Fields
+    of a new name also need their key in :class:`plsc.config.HeadConfig`, which documents every key. Another package
+    adds one as an entry point "plsc.margins": a configuration gives it the keys that [head] has, and its other fields
+    keep their defaults.
 
     ``gradient="straight_through"`` takes dφ/dt as 1, which is what arcface_torch computes; "exact" differentiates φ.
     """
@@ -364,15 +373,14 @@ def to_margin(margin: Margin | str) -> Margin:
     Raises:
         UsageError: there is no such margin; the message lists the names.
     """
-    if isinstance(margin, str) and margin in MARGINS:
-        return MARGINS[margin]()
+    if isinstance(margin, str) and (found := MARGINS.find(margin)) is not None:
+        return found()
     if isinstance(margin, Margin):
         return margin
     if isinstance(margin, type) and issubclass(margin, Margin):
         raise UsageError(f"margin is the class {margin.__name__}; give an instance: plsc.{margin.__name__}()")
-    raise UsageError(
-        f"there is no margin {margin!r}: give one of {', '.join(sorted(MARGINS))}, or an instance like plsc.ArcFace()"
-    )
+    known = ", ".join(sorted(MARGINS.every_name()))
+    raise UsageError(f"there is no margin {margin!r}: give one of {known}, or an instance like plsc.ArcFace()")
 
 
 def _is_finite(value: object) -> bool:

@@ -5,3 +5,4 @@ from plsc.optim.gradients import clip_grad_norm_ as clip_grad_norm_
 from plsc.optim.head_optimizers import HeadAdamW as HeadAdamW
 from plsc.optim.head_optimizers import HeadOptimizer as HeadOptimizer
 from plsc.optim.head_optimizers import HeadSGD as HeadSGD
+from plsc.optim.head_optimizers import HeadState as HeadState

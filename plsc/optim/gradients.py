@@ -15,15 +15,17 @@ from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import HEAD, step_part
 
+HeadOptimizers = HeadOptimizer | list[HeadOptimizer]  # of one class table, or of several
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizers | None = None) -> Tensor:
     """Scale gradients so that their common norm is at most ``max_norm``.
 
     Args:
         parameters: of the backbone, after data parallelism has averaged their gradients: equal on every rank.
         max_norm: the bound.
-        head: where given, the table's gradient counts (summed over its shards, once) and is scaled too. That costs
-            one more second pass. arcface_torch clips the backbone alone.
+        head: where given, the gradients of its table, or tables, count (summed over their shards, once) and are scaled
+            too. That costs one more second pass. arcface_torch clips the backbone alone.
 
     Returns:
         The norm before clipping, a scalar equal on every rank.
@@ -31,28 +33,34 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: H
     Raises:
         UsageError: ``head`` is no optimizer of a head.
     """
-    if head is not None:
-        _check_head_optimizer(head)
+    heads = [] if head is None else _head_optimizers(head)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(gradients)
-    if head is not None:
-        norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
-    return clip_by_norm_(gradients, norm, max_norm, head)
+    for each in heads:
+        norm = torch.hypot(norm.double(), each.gradient_norm().to(norm.device))
+    return clip_by_norm_(gradients, norm, max_norm, heads)
 
 
-def clip_by_norm_(gradients: list[Tensor], norm: Tensor, max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
+def clip_by_norm_(
+    gradients: list[Tensor], norm: Tensor, max_norm: float, heads: Sequence[HeadOptimizer] = ()
+) -> Tensor:
     """Do what :func:`clip_grad_norm_` does, to gradients, or parts of them, whose common norm is known already."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient))
-    if head is not None:
+    for head in heads:
         head.scale_gradients(factor.double())
     return norm
 
 
-def _check_head_optimizer(head: object) -> None:
-    if not isinstance(head, HeadOptimizer):
-        raise UsageError(f"give the head's optimizer, a plsc.HeadSGD or plsc.HeadAdamW, not a {type(head).__name__}")
+def _head_optimizers(head: HeadOptimizers) -> list[HeadOptimizer]:
+    """The optimizers of all class tables; UsageError where one is something else."""
+    heads = head if isinstance(head, list) else [head]
+    for each in heads:
+        if not isinstance(each, HeadOptimizer):
+            kind = type(each).__name__
+            raise UsageError(f"give the head's optimizer, a plsc.HeadSGD or plsc.HeadAdamW, not a {kind}")
+    return heads
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -94,9 +102,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(mesh.device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
         self.mesh = mesh
 
-    def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> None:
-        """Unscale both optimizers' gradients."""
-        _check_head_optimizer(head)
+    def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizers) -> None:
+        """Unscale the gradients of the backbone's optimizer and the head's, or those of several tables."""
+        heads = _head_optimizers(head)
         if self.is_enabled():
             if self._scale is None:  # scale() makes it, and this rank sees no loss
                 self.scale(torch.zeros((), device=self.mesh.device))
@@ -105,33 +113,36 @@ class GradScaler(torch.amp.GradScaler):
                 found = torch.zeros((), device=self.mesh.device)
                 self._per_optimizer_states[id(backbone)]["found_inf_per_device"][self.mesh.device] = found
             assert self._scale is not None  # made by scale()
-            head.scale_gradients(self._scale.double().reciprocal())
+            for each in heads:
+                each.scale_gradients(self._scale.double().reciprocal())
 
     def step_both(
-        self, backbone: torch.optim.Optimizer, head: HeadOptimizer, verdict: Verdict | None = None
+        self, backbone: torch.optim.Optimizer, head: HeadOptimizers, verdict: Verdict | None = None
     ) -> Verdict:
-        """Step both optimizers, or neither where ``verdict`` skips the step. Call :meth:`unscale_all` first.
+        """Step all optimizers, or none where ``verdict`` skips the step. Call :meth:`unscale_all` first.
 
         Args:
             backbone: its optimizer. On a GPU the host waits for the verdict, unless it is one of torch's fused ones.
-            head: the table's.
-            verdict: of all ranks; by default whether both optimizers' gradients are finite on all of them.
+            head: the table's, or those of several.
+            verdict: of all ranks; by default whether all optimizers' gradients are finite on all of them.
 
         Returns:
             The verdict. ``skipped`` of it waits for the device.
         """
+        heads = _head_optimizers(head)
         if verdict is None:
-            agreed = all_reduce_max(self._not_finite(backbone, head), self.mesh)
+            agreed = all_reduce_max(self._not_finite(backbone, heads), self.mesh)
             verdict = Verdict(agreed.reshape(1), self.mesh.timeout)
         step_unless(backbone, verdict)
         with step_part(HEAD):
-            head.step_unless(verdict)
+            for each in heads:
+                each.step_unless(verdict)
         for found in self._found_inf(backbone):
             found.copy_(verdict.flag)
         return verdict
 
-    def _not_finite(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> Tensor:
-        bad = head.not_finite()
+    def _not_finite(self, backbone: torch.optim.Optimizer, heads: Sequence[HeadOptimizer]) -> Tensor:
+        bad = torch.stack([head.not_finite() for head in heads]).max()
         for found in self._found_inf(backbone):
             bad = torch.maximum(bad, found.to(bad.device))
         return bad

@@ -147,6 +147,8 @@ class HeadOptimizer(torch.optim.Optimizer):
     def gradient_norm(self) -> Tensor:
         """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2.
 
+        Frozen rows have no gradient.
+
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
@@ -155,6 +157,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
+                if self._table.frozen is not None:
+                    gradient.masked_fill_(self._table.frozen.in_chunk(chunk)[:, None], 0)
                 total += squared_norm(gradient, chunk)
         return all_reduce_sum(total, self.head.mesh.head).sqrt()
 
@@ -305,6 +309,42 @@ class HeadAdamW(HeadOptimizer):
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
         return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self._number)
+
+
+class HeadState:
+    """All that a class table and its optimizer have to go on from, as torch's Stateful.
+
+    ``torch.distributed.checkpoint.save({"head": HeadState(optimizer)}, checkpoint_id=FOLDER)`` writes it, each rank its
+    rows; ``load`` of the same reads it, at any number of ranks. Torchtitan's CheckpointManager takes it as one of its
+    states. Everything is a tensor, so that nothing is unpickled. Rows are written in place: save and load between
+    step() and the next loss.
+
+    Args:
+        optimizer: of the head.
+    """
+
+    def __init__(self, optimizer: HeadOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Rows of table and optimizer, not copied; numbers of batches and steps, the rate, the margin's statistics."""
+        head, optimizer = self._optimizer.head, self._optimizer
+        numbers = head.get_extra_state()
+        return {
+            **head.sharded_state(),
+            **optimizer.sharded_state(),
+            "forwards": torch.tensor(numbers["forwards"]),
+            "steps": torch.tensor(optimizer.steps),
+            "lr": torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64),
+            **{f"margin.{name}": torch.tensor(v, dtype=torch.float64) for name, v in numbers["margin"].items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the numbers; rows were read into what :meth:`state_dict` returned."""
+        margin = {key.partition(".")[2]: float(v) for key, v in state_dict.items() if key.startswith("margin.")}
+        self._optimizer.head.set_extra_state({"forwards": state_dict["forwards"], "margin": margin})
+        self._optimizer.steps = int(state_dict["steps"])
+        self._optimizer.param_groups[0]["lr"] = float(state_dict["lr"])
 
 
 def _check_head(head: object, optimizer: str, torch_optimizer: str) -> None:

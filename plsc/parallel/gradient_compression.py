@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from plsc.extensions import Registry, is_subclass
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.ddp import ExchangeOptions as ExchangeOptions
@@ -31,9 +32,7 @@ class BFloat16(GradientExchange):
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        net.register_comm_hook(self._mesh.group, getattr(default_hooks, self._hook))
+        self._register(net, self._hook)
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return two bytes for each element."""
@@ -265,14 +264,19 @@ class DeepGradientCompression(GradientExchange):
                 self._residual[parameter].copy_(tensors[f"{name}.residual"])
 
 
-# Every kind by its name in the configuration.
-HOOKS: dict[str, type[GradientExchange]] = {
-    "none": GradientExchange,
-    "bf16": BFloat16,
-    "fp16": Float16,
-    "powersgd": PowerSGD,
-    "dgc": DeepGradientCompression,
-}
+# Every kind by its name in the configuration, and those of installed packages.
+HOOKS: Registry[type[GradientExchange]] = Registry(
+    "plsc.gradient_hooks",
+    {
+        "none": GradientExchange,
+        "bf16": BFloat16,
+        "fp16": Float16,
+        "powersgd": PowerSGD,
+        "dgc": DeepGradientCompression,
+    },
+    is_subclass(GradientExchange),
+    "a subclass of plsc.parallel.gradient_compression.GradientExchange",
+)
 
 
 def gradient_exchange(

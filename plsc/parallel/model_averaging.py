@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
+from plsc.extensions import Registry
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, in_memory_order
 from plsc.parallel.mesh import Mesh, divisors, subgroup
@@ -208,14 +209,19 @@ def _hierarchical(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> Mo
     return ModelAveraging(mesh, module, options, group_period=options.averaging_group_period)
 
 
-# Every kind by its name in the configuration.
-AVERAGINGS: dict[str, Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchange]] = {
-    "none": GradientExchange,
-    "local_sgd": ModelAveraging,
-    "post_local_sgd": _post_local_sgd,
-    "hierarchical": _hierarchical,
-    "diloco": DiLoCo,
-}
+# Every kind by its name in the configuration, and those of installed packages.
+AVERAGINGS: Registry[Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchange]] = Registry(
+    "plsc.averagers",
+    {
+        "none": GradientExchange,
+        "local_sgd": ModelAveraging,
+        "post_local_sgd": _post_local_sgd,
+        "hierarchical": _hierarchical,
+        "diloco": DiLoCo,
+    },
+    callable,
+    "a function of (mesh, module, options) that returns a GradientExchange",
+)
 
 
 def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions) -> GradientExchange:

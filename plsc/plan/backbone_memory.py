@@ -4,6 +4,7 @@ With W, G and S bytes of weights, gradients and optimizer state, n ranks to shar
 
 - ddp: W + G + S. Communication hooks add their residuals (:func:`_hook_states`).
 - zero1: W + G + S/n (Rajbhandari et al., ZeRO, SC 2020, section 5.1), where a weight's state lies on one rank whole.
+- zero2: (W + G + S)/n, and W gathered from the forward to the backward pass (section 5.2; FSDP's SHARD_GRAD_OP).
 - fsdp: (W + G + S)/n (ZeRO stage 3), and what is gathered: the block that computes, the one fetched ahead of it, in the
   backward pass their gradients (Zhao et al., PyTorch FSDP, VLDB 2023). hsdp: the same with n = shard_ranks.
 - tp = K: a block's linear layers and activations /K; the inputs of its two branches are gathered whole, and norms
@@ -28,6 +29,7 @@ from plsc.devices import Device
 from plsc.optim.eight_bit_adamw import block_size
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies.layout import CUT_WEIGHTS
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import exchange_options
@@ -220,7 +222,7 @@ def gathered_bytes(parameters: Iterable[Parameter], ranks: int) -> int:
 
 def is_sharded(run: PlanConfig) -> bool:
     """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
-    return run.strategy in ("fsdp", "hsdp") or (run.tp > 1 and run.data_ranks > 1)
+    return run.strategy in CUT_WEIGHTS or (run.tp > 1 and run.data_ranks > 1)
 
 
 def _whole(run: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
@@ -262,13 +264,14 @@ def _sharded(run: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backbon
     kept = {**on_device, "backbone buffers, twice": 2 * profile.buffers + averaged}
     # gradients of micro-batches add up before a sum
     whole = nbytes(stage.trained) if run.micro_batches > 1 or run.pp > 1 else 0
-    # gathered from the forward pass to the backward's end: of a pipeline's stage everything
-    root = gathered_bytes((p for p in stage.parameters if p.unit is None or run.pp > 1), ranks)
+    # gathered from the forward pass to the backward's end
+    root = gathered_bytes((p for p in stage.parameters if p.unit is None or run.gathers_once), ranks)
     root += stage.received
     if run.pp > 1:
         backward = stage.activations + stage.transient + whole
     else:
-        backward = _gathered_peak(stage, whole, 0 if offload else ranks)
+        units = tuple(replace(unit, weights=0) for unit in stage.units) if run.gathers_once else stage.units
+        backward = _gathered_peak(replace(stage, units=units), whole, 0 if offload else ranks)
     summed = 0 if offload else trained
     return BackboneMemory(
         kept,

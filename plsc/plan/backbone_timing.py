@@ -6,6 +6,7 @@ a rank moves in a step
 - ddp: 2·G·(d − 1)/d for the all-reduce, of which the backward pass hides most; with a communication hook, 2·(d − 1)/d
   times what :meth:`plsc.parallel.gradient_compression.GradientExchange.sent_bytes` counts, under dgc (d − 1) times.
 - zero1: as ddp, and W·(d − 1)/d for the broadcast of the updated weights.
+- zero2: W·(d − 1)/d for an all-gather in the forward pass of each micro-batch, and as much for a reduce-scatter.
 - fsdp: W·(s − 1)/s for an all-gather in the forward pass, as much for one in the backward pass, of each micro-batch,
   and G·(s − 1)/s for the reduce-scatter of the last: 1.5 times ddp's (Rajbhandari et al., ZeRO, SC 2020, section 7.2).
 - hsdp: the same within its s ranks, and 2·(G/s)·(r − 1)/r for the all-reduce over its r = d/s replicas.
@@ -167,12 +168,19 @@ def _gathered(run: PlanConfig, stage: Stage, links: Links) -> float:
     ranks, per_node, tp = run.shard_ranks, run.per_node, run.tp
     units = [gathered_bytes(unit, ranks) for unit in gathered_together(stage)]
     root = gathered_bytes(stage.parameters, ranks) - sum(units)
-    # a pipeline's stage keeps what it gathered for all micro-batches
-    passes, times = (1, run.config.optim.accumulate) if run.pp > 1 else (2, run.micro_batches)
+    passes, times = _gathers(run)
     moved = times * (passes * sum(units) + root)
     calls = times * (passes * len(units) + 1)
     seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
     return seconds + (moved / ranks / links.bus if run.config.parallel.offload else 0.0)
+
+
+def _gathers(run: PlanConfig) -> tuple[int, int]:
+    """In how many passes of a batch, and for how many batches of a step, weights are gathered.
+
+    A pipeline's stage keeps what it gathered for all micro-batches.
+    """
+    return 1 if run.gathers_once else 2, run.config.optim.accumulate if run.pp > 1 else run.micro_batches
 
 
 def _reduced(run: PlanConfig, stage: Stage, links: Links) -> float:
@@ -205,7 +213,8 @@ def _shards_copied(run: PlanConfig, stage: Stage) -> int:
         return 0
     ranks = run.shard_ranks
     gathered, summed = gathered_bytes(stage.parameters, ranks), gathered_bytes(stage.trained, ranks)
-    return 4 * run.micro_batches * gathered + 2 * summed
+    passes, times = _gathers(run)
+    return 2 * passes * times * gathered + 2 * summed
 
 
 def _broadcast(run: PlanConfig, stage: Stage, links: Links) -> float:

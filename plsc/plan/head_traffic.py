@@ -65,12 +65,12 @@ class _Step:
         self.columns = row_bytes(run.config)  # bytes of a row, by what holds them
         self.state = sum(self.columns.values())  # a row with its norm and the optimizer's state
         self.read = self.columns["class weights"] + self.columns["1/norms"]
-        self.is_sampled = run.is_sampled
+        self.is_sampled, self.filter_rows = run.is_sampled, run.filter_rows
         self.is_copied = run.placement != "device"  # rows come from the host's memory
         self.is_streamed = self.is_copied and not self.is_sampled  # each pass copies the whole table, chunk by chunk
         self.is_listed = self.is_sampled and not self.is_copied  # rows are found by a list of their numbers
         self.updates_in_pass = (
-            self.shape(2) == "fused" and run.replicas == 1
+            self.shape(2) == "fused" and run.stores_no_gradient
         )  # before a row's gradient leaves the cache
         self.changes_negatives = make_margin(run.config.head).changes_negatives
 
@@ -112,7 +112,7 @@ def _first_plain(step: _Step) -> int:
     logit = _logits(step) + 8 + _rounded(step) + step.width + 8 + 4
     logit += 0 if is_bounded(make_margin(step.run.config.head), step.run.classes) else 4 + 8  # maximum, taken off
     logit += 12 if step.changes_negatives else 0  # times the slope
-    return step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + 2 * _FLOAT)
+    return step.visited * (logit * step.batch + step.columns["class weights"] + _plain_rows(step) + 2 * _FLOAT)
 
 
 def _second_updating(step: _Step) -> int:
@@ -131,14 +131,16 @@ def _second_storing(step: _Step) -> int:
     if step.shape(2) == "fused":
         return step.updated * (step.read + _NUMBER * step.is_listed + gradient)
     slope = 12 if step.changes_negatives else 0
+    clamped = 8 if step.filter_rows else 0
     # log Z taken off, exp, times the scale, the slope; rounded; product read
-    logit = _logits(step) + 8 + 8 + 8 + slope + _rounded(step) + step.width
-    return step.updated * (logit * step.batch * step.micro_batches + _listed_rows(step) + _FLOAT + gradient)
+    logit = _logits(step) + 8 + 8 + clamped + 8 + slope + _rounded(step) + step.width
+    return step.updated * (logit * step.batch * step.micro_batches + _plain_rows(step) + _FLOAT + gradient)
 
 
 def _updated(step: _Step) -> int:
     """The update of rows whose gradient is stored: it, all of a row there and back, their numbers in the shard."""
-    return step.updated * (step.dim * _FLOAT + 2 * step.state + _local_numbers(step))
+    copied = 7 * step.state if step.run.config.head.frozen_rows else 0  # copies made, read, chosen from, and stored
+    return step.updated * (step.dim * _FLOAT + 2 * step.state + copied + _local_numbers(step))
 
 
 def _gradient_norm(step: _Step) -> int:
@@ -156,9 +158,10 @@ def _stored_logit(step: _Step) -> int:
 
 
 def _logits(step: _Step) -> int:
-    """Of each logit of PyTorch's passes: product written, divided by norms, the margin of negatives, times s."""
+    """Of each logit of PyTorch's passes: product, divided by norms, the margin of negatives, times s; a filter's."""
     changed = _NEGATIVES if step.changes_negatives else 0
-    return 4 + 8 + changed + 8
+    filtered = 4 + 8 + 5 + 9  # product written, divided by norms, compared, and what is near taken out
+    return 4 + 8 + changed + 8 + filtered * step.filter_rows
 
 
 def _rounded(step: _Step) -> int:
@@ -170,6 +173,11 @@ def _listed_rows(step: _Step) -> int:
     """Of each row as the factor of a product: read, where it is listed after it was copied with its norm."""
     weights = step.columns["class weights"]
     return weights + (2 * step.read + 2 * _NUMBER if step.is_listed else 0)
+
+
+def _plain_rows(step: _Step) -> int:
+    """Of each row as the factor of PyTorch's products: of the logits, and of a filter."""
+    return _listed_rows(step) + step.filter_rows * (step.columns["class weights"] + _FLOAT)
 
 
 def _local_numbers(step: _Step) -> int:
@@ -207,7 +215,7 @@ def _staged(step: _Step) -> int:
         chunks = step.chunks(2)
         # a pass of few chunks is over before the updates of the last step have returned
         late = step.state if len(chunks) <= WRITES + 1 else 0
-        last = step.updated - chunks[-min(WRITES, len(chunks))]
+        last = step.updated - chunks[-min(WRITES, len(chunks))] if chunks else 0
         forwarded = 2 * last * (passes * step.read + late)
         return step.run.rows * (passes * step.read + 2 * step.state) + forwarded
     share, stages = step.visited / step.run.rows, WRITES + 1

@@ -1,6 +1,7 @@
 """Memory of a rank: the bytes that stay, and the most that a step needs on top; and the disk that a run takes."""
 
 import functools
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
@@ -20,7 +21,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
 from plsc.plan.plan_config import PlanConfig
-from plsc.train.components import make_head, make_head_optimizer
+from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
 CONTEXT_BYTES = 1 << 30
@@ -81,7 +82,7 @@ def row_bytes(config: Config) -> dict[str, int]:
 
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
-    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False))
+    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False, frozen_rows=None))
     head = make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
@@ -103,19 +104,21 @@ def plan_memory(run: PlanConfig, profile: BackboneProfile, device: Device) -> Me
 
 
 def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool = True) -> Memory:
-    table = {name: size * run.rows for name, size in row_bytes(run.config).items()} if has_head else {}
-    stored = sum(size for name, size in table.items() if name != "1/norms" and not run.config.head.journal)
-    stored += backbone.stored
-    host = 0
-    if run.placement != "device":
-        host, table = sum(table.values()), {}
-    kept = {**table, **backbone.kept}
+    kept, stored, host = Counter[str](), backbone.stored, 0
+    for table in run.tables if has_head else ():
+        parts = {name: size * table.rows for name, size in row_bytes(table.config).items()}
+        stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.head.journal)
+        if table.placement != "device":
+            host += sum(parts.values())
+        else:
+            kept.update(parts)
+    kept.update(backbone.kept)
     phases = _phases(run, backbone, device, has_head=has_head)
     allowed = {}
     if device.kind == "cuda":
         allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if run.world > 1 else 0)
         allowed["allocator's fragments"] = int(FRAGMENTED_SHARE * max(phases.values()))
-    return Memory(kept, phases, allowed, host, backbone.host, stored)
+    return Memory(dict(kept), phases, allowed, host, backbone.host, stored)
 
 
 def head_memory(run: PlanConfig, device: Device) -> tuple[int, int]:
@@ -146,24 +149,29 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
             "backbone, backward pass": backbone.backward,
             "backbone, update": backbone.gradients + backbone.update,
         }
-    waiting, staged = _waiting(run), _staged(run, device)
-    widened = min(run.rows, NORM_BLOCK_ROWS) * run.dim * 8
-    after = backbone.gradients + waiting + _member(run)
+    tables = run.tables  # all batches wait for pass 2, and the tables have it one after another
+    waiting, staged = sum(map(_waiting, tables)), Counter[str]()
+    for table in tables:
+        staged.update(_staged(table, device))
+    widened = max(min(table.rows, NORM_BLOCK_ROWS) for table in tables) * run.dim * 8
+    after = backbone.gradients + waiting + sum(map(_member, tables))
+    first, second = (max(_block(table, device, passes=passes) for table in tables) for passes in (1, 2))
     phases = {
-        "head, first pass": backbone.forward + waiting + _block(run, device, passes=1) + staged["first"],
+        "head, first pass": backbone.forward + waiting + first + staged["first"],
         "backbone, backward pass": backbone.backward + waiting + staged["between"],
-        "head, second pass": after + _block(run, device, passes=2) + staged["second"],
+        "head, second pass": after + second + staged["second"],
         "backbone, update": backbone.gradients + backbone.update + staged["between"],
         "head, first norms": backbone.forward + waiting + widened,
     }
     if clips_head(run):
-        phases["head, gradient's norm"] = after + _norm_block(run, device) + staged["norm"]
+        norm = max(_norm_block(table, device) for table in tables)
+        phases["head, gradient's norm"] = after + norm + staged["norm"]
     return phases
 
 
 def _waiting(run: PlanConfig) -> int:
-    """What pass 2 needs of each micro-batch: its embeddings, gathered, and the numbers of sampled classes."""
-    embeddings = run.group_batch * run.dim * run.weight_width
+    """What pass 2 needs of each micro-batch: its embeddings, gathered, the rows of its filter, and sampled classes."""
+    embeddings = run.group_batch * run.dim * run.weight_width * (1 + run.filter_rows)
     sampled = 8 * run.visited_rows if run.is_sampled else 0
     return run.micro_batches * (embeddings + sampled)
 
@@ -181,7 +189,8 @@ def pass_shape(run: PlanConfig, device: Device, passes: int) -> PassShape:
     From how many samples on they are stored is computed, as for an H100.
     """
     head, (dtype, precision) = run.config.head, _numbers(run)
-    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision, run.classes)
+    margin, filters = make_margin(head), head.negative_filter is not None
+    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, margin, precision, run.classes, filters)
     if not device.has_kernels or device.kind != "cuda" or why_no_triton_passes(shape) is not None:
         return "plain"
     if not shape.row_kind.can_be_stored:
@@ -231,7 +240,7 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     if shape == "stored":
         return _stored_block(run, rows, passes=passes)
     if shape == "fused":
-        if passes == 2 and run.replicas > 1:  # which sum the rows' gradient, so that it is stored before the update
+        if passes == 2 and not run.stores_no_gradient:
             return _gradients(run, rows)
         return fused_scratch(run, run.rows_of(passes))[passes - 1]
     if passes == 1:
@@ -287,7 +296,9 @@ def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) ->
 def _logit_bytes(run: PlanConfig, passes: int) -> tuple[int, int]:
     """Bytes that PyTorch's passes hold of each logit from its chunk to the next, and while it is made."""
     if not make_margin(run.config.head).changes_negatives:
-        return _FLOAT, _FLOAT
+        return _FLOAT, _FLOAT * (1 + (run.filter_rows > 0)) + (
+            run.filter_rows > 0
+        )  # a row's cosine, and whether it is near
     # z and its slope, in pass 1 times each other; cosine, comparison, changed cosine, slope and what it is chosen from
     return (3 if passes == 1 else 2) * _FLOAT, 4 * _FLOAT + 1
 
@@ -334,17 +345,19 @@ class Disk:
 def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     """The disk that ``run`` takes; ``profile`` is the backbone's. ``checkpoint.keep.every_hours`` is not counted."""
     config = run.config
-    columns = row_bytes(config)
-    row, is_mapped = sum(columns.values()), run.placement == "mmap"
     keep = config.checkpoint.keep
-    journals = 0
-    if is_mapped and config.head.journal:
-        steps = 0 if config.checkpoint.every_minutes else config.checkpoint.every_steps
-        share = run.updated_rows / max(run.rows, 1)
-        journals = (keep.last + 1) * journal_bytes(run.rows, row, share, steps)
-    stored_rows = 0 if is_mapped and config.head.journal else run.classes * config.head.centers
+    files, journals, stored = 0, 0, 0
+    for table in run.tables:
+        head, columns = table.config.head, row_bytes(table.config)
+        row, is_mapped = sum(columns.values()), table.placement == "mmap"
+        files += table.rows * row if is_mapped else 0
+        if is_mapped and head.journal:
+            steps = 0 if config.checkpoint.every_minutes else config.checkpoint.every_steps
+            share = table.updated_rows / max(table.rows, 1)
+            journals += (keep.last + 1) * journal_bytes(table.rows, row, share, steps)
+        else:
+            stored += table.classes * head.centers * (row - columns["1/norms"])
     trained = [parameter for parameter in profile.parameters if parameter.is_trained]
     weights = profile.weights + profile.buffers
     backbone = (2 if config.ema_decay else 1) * weights + state_bytes(run, trained)
-    checkpoint = backbone + stored_rows * (row - columns["1/norms"])
-    return Disk(run.rows * row if is_mapped else 0, journals, checkpoint, keep.last + keep.best + 1)
+    return Disk(files, journals, backbone + stored, keep.last + keep.best + 1)

@@ -1,13 +1,16 @@
 """The run to plan: a configuration, a number of classes, the ranks, and the table's layout on them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plsc.config import Config
+from plsc.config import Config, table_configs
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Device
 from plsc.errors import UsageError
 from plsc.parallel.mesh import check_head_ranks
+from plsc.parallel.strategies.layout import CUT_WEIGHTS
 
 # How the table can be stored, from the most exact down: (weights, momentum or moments).
 STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
@@ -20,6 +23,8 @@ class PlanConfig:
     The class table is sharded over ``head_ranks`` ranks and replicated over the others; ``placement`` is where it lies:
     "device", "host" for its machine's memory, or "mmap" for a file on its machine's disk. In a pipeline, the ranks of
     the last stage have all of it.
+
+    Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``batch_share``.
     """
 
     config: Config
@@ -28,6 +33,14 @@ class PlanConfig:
     per_node: int
     head_ranks: int
     placement: str = "device"
+    name: str = ""
+    batch_share: float = 1.0
+    others: tuple["PlanConfig", ...] = ()
+
+    @property
+    def tables(self) -> tuple["PlanConfig", ...]:
+        """This run with each of its class tables."""
+        return (self, *(replace(other, head_ranks=self.head_ranks) for other in self.others))
 
     @property
     def batch(self) -> int:
@@ -77,7 +90,12 @@ class PlanConfig:
         parallel = self.config.parallel
         if self.strategy == "hsdp":
             return min(parallel.shard_ranks or max(self.per_node // self.tp, 1), self.data_ranks)
-        return self.data_ranks if self.strategy == "fsdp" else 1
+        return self.data_ranks if self.strategy in CUT_WEIGHTS else 1
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights that were gathered for a forward pass stay for the backward pass."""
+        return self.strategy == "zero2" or self.pp > 1
 
     @property
     def samples(self) -> int:
@@ -87,7 +105,17 @@ class PlanConfig:
     @property
     def group_batch(self) -> int:
         """Samples per head group in one micro-batch: what a rank gathers."""
-        return -(-self.batch * self.head_ranks // self.tp)
+        return math.ceil(self.batch * self.batch_share * self.head_ranks / self.tp)
+
+    @property
+    def stores_no_gradient(self) -> bool:
+        """Whether a kernel of pass 2 may update its rows: replicas sum the gradient first, frozen rows are put back."""
+        return self.replicas == 1 and self.config.head.frozen_rows is None
+
+    @property
+    def filter_rows(self) -> int:
+        """Rows of a sample's class that each pass compares with every row, a label a sample; 0 without a filter."""
+        return 0 if self.config.head.negative_filter is None else self.config.head.centers
 
     @property
     def micro_batches(self) -> int:
@@ -116,12 +144,14 @@ class PlanConfig:
         if rate >= 1:
             return self.rows
         owned = self.rows // centers
-        positives = -(-self.batch * self.data_ranks // self.head_ranks)
+        positives = math.ceil(self.batch * self.batch_share * self.data_ranks / self.head_ranks)
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property
     def updated_rows(self) -> int:
-        """Rows of this rank that any of a step's micro-batches visits, each of which draws its own."""
+        """Rows of this rank that any of a step's micro-batches visits, each of which draws its own, if not frozen."""
+        if self.config.head.frozen_rows == "all":
+            return 0
         missed = 1 - self.visited_rows / max(self.rows, 1)
         return round(self.rows * (1 - missed**self.micro_batches))
 
@@ -177,7 +207,7 @@ class PlanConfig:
             config = with_precision(replace(config, precision=AUTO, fp8=False), device.units)
         if needed[config.head.fp32_precision] not in device.products:
             config = replace(config, head=replace(config.head, fp32_precision="ieee"))
-        return replace(self, config=config)
+        return replace(self, config=config, others=tuple(other.suited_to(device) for other in self.others))
 
     def sampled(self, rate: float) -> "PlanConfig":
         """The same with another sample rate."""
@@ -188,11 +218,24 @@ class PlanConfig:
         return replace(self, config=replace(self.config, head=head))
 
 
-def plan_config(config: Config, classes: int, world: int, per_node: int) -> PlanConfig:
-    """The run of ``config`` on so many ranks, with the table sharded and placed as it says."""
-    placement = config.head.placement.partition(":")[0]
-    table_ranks = world // config.parallel.pp
-    return PlanConfig(config, classes, world, min(per_node, world), config.head_ranks or table_ranks, placement)
+def plan_config(config: Config, classes: int | Sequence[int], world: int, per_node: int) -> PlanConfig:
+    """The run of ``config`` on so many ranks, with the tables of ``classes`` each sharded and placed as it says."""
+    head_ranks, tables = config.head_ranks or world // config.parallel.pp, table_configs(config)
+    shares = sum(table.batch_share for table in tables)
+    first, *others = (
+        PlanConfig(
+            table.config,
+            count,
+            world,
+            min(per_node, world),
+            head_ranks,
+            table.config.head.placement.partition(":")[0],
+            table.name,
+            table.batch_share / shares,
+        )
+        for table, count in zip(tables, [classes] if isinstance(classes, int) else classes, strict=True)
+    )
+    return replace(first, others=tuple(others))
 
 
 def check_ranks(world: int, per_node: int, head_ranks: int) -> None:

@@ -1,10 +1,10 @@
 """The whole plan: the run as configured, the run recommended, the most classes of each storage; and its report."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from plsc.config import Config, changes_to_toml
+from plsc.config import Config, changes_to_toml, table_configs
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import GIB
@@ -57,7 +57,8 @@ class Plan:
         run, device = self.configured.run, self.hardware.device
         profile = profile_of(run)
         return {
-            "classes": run.classes,
+            "classes": sum(table.classes for table in run.tables),
+            "tables": [_table_dict(table) for table in run.tables] if run.others else [],
             "embedding_dim": run.config.embedding_dim,
             "backbone": run.config.backbone,
             "precision": run.config.precision,
@@ -123,7 +124,7 @@ class Plan:
 
 def plan(
     config: Config,
-    classes: int,
+    classes: int | Sequence[int],
     hardware: Hardware,
     *,
     gpus: int = 1,
@@ -135,7 +136,7 @@ def plan(
 
     Args:
         config: what to train; its backbone is run once on tensors without memory.
-        classes: C.
+        classes: C; of several class tables, that of each.
         hardware: what a rank has, and what links the ranks.
         gpus: ranks, one GPU each; ``gpus_per_node`` of them in a machine.
         images: of an epoch, if known.
@@ -148,18 +149,20 @@ def plan(
     check_ranks(gpus, gpus_per_node, config.head_ranks)
     if config.parallel.strategy != "auto":
         strategy_options(config).check_world(gpus)
-    if classes < 1:
-        raise UsageError(f"--classes {classes}: at least one is needed")
+    counts = [classes] if isinstance(classes, int) else list(classes)
+    if min(counts) < 1:
+        raise UsageError(f"--classes {min(counts)}: at least one is needed")
     if hardware.memory < GIB // 64:
         raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
-    run = plan_config(with_precision(config, hardware.device.units), classes, gpus, gpus_per_node)
+    run = plan_config(with_precision(config, hardware.device.units), counts, gpus, gpus_per_node)
+    given = table_configs(config)[0].config  # what is advised is for the first table of several
     why: tuple[str, ...] = ()
     if config.parallel.strategy == "auto":
         chosen = choose_strategy(run, hardware)
         run, why = chosen.estimate.run, chosen.why
     advice, largest = advise(run, hardware, wanted), _largest_by_storage(run, hardware)
     strategies = comparison(run, hardware)
-    return Plan(config, hardware, estimate(run, hardware), advice, largest, strategies, why, images)
+    return Plan(given, hardware, estimate(run, hardware), advice, largest, strategies, why, images)
 
 
 def _largest_by_storage(run: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
@@ -198,15 +201,22 @@ def _heading(plan: Plan) -> Iterable[str]:
     if run.world > 1 or config.parallel.offload:
         hook = config.parallel.comm_hook
         yield f"backbone: {label(run)}" + (f", comm_hook {hook}" if hook != "none" else "")
-    yield f"{run.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
+    for table in run.tables:
+        share = f", {table.batch_share:.3g} of a batch" if run.others else ""
+        name = f"table {table.name}: " if table.name else ""
+        yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table)}{share}"
     yield (
         f"{run.world:,} GPU{'s' if run.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
         f"({plan.hardware.device.name})" + (f", {linked}" if run.world > 1 else "")
     )
 
 
-def _head(estimate: Estimate) -> str:
-    run = estimate.run
+def _table_dict(table: PlanConfig) -> dict[str, Any]:
+    row = sum(row_bytes(table.config).values()) * table.config.head.centers
+    return {"name": table.name, "classes": table.classes, "batch_share": table.batch_share, "bytes_per_class": row}
+
+
+def _head(run: PlanConfig) -> str:
     rate = run.config.head.sample_rate
     sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
     where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[run.placement]
@@ -232,7 +242,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
     yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.hardware.room)}")
     if memory.host:
-        where = "in its host's memory" if plan.configured.run.placement == "host" else "on its host's disk"
+        tables = plan.configured.run.tables
+        where = "on its host's disk" if any(table.placement == "mmap" for table in tables) else "in its host's memory"
         yield _line(f"its share of the table, {where}", amount(memory.host))
     if memory.offloaded:
         yield _line("its share of the backbone, in its host's memory", amount(memory.offloaded))
@@ -302,20 +313,22 @@ def _hours(hours: float) -> str:
 def _recommended(plan: Plan) -> Iterable[str]:
     choice = plan.advice.choice
     same = "as configured, " if choice.run == plan.configured.run else ""
-    yield f"Recommended: {same}{_head(choice)}"
+    of_table = f"table {choice.run.name} " if choice.run.name else ""
+    yield f"Recommended: {same}{of_table}{_head(choice.run)}"
     yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
     if length := _length(plan, choice):
         yield f"  {length}"
     for name, sentence in plan.advice.why.items():
         yield f"  {name:<10} {sentence}"
     if plan.recommended_toml:
-        yield "  to change in the configuration:"
+        of_table = f", keys of [head] in table {choice.run.name}" if choice.run.name else ""
+        yield f"  to change in the configuration{of_table}:"
         yield from (f"    {line}" for line in plan.recommended_toml.splitlines())
 
 
 def _largest(plan: Plan) -> Iterable[str]:
     run = plan.configured.run
-    yield "The most classes on these GPUs, exact"
+    yield f"The most classes on these GPUs{f' in table {run.name}, beside the others' if run.name else ''}, exact"
     for (storage, placement), classes in plan.largest.items():
         row = sum(row_bytes(run.stored_as(*storage).config).values()) * run.config.head.centers
         where = "" if placement == "device" else ", in host memory"

@@ -21,7 +21,8 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.advice import TIE, CapacityError, Estimate, Hardware, estimate, fastest, gib, profile_of
 from plsc.plan.devices import Links, link_speed, present_device
 from plsc.plan.plan_config import PlanConfig, plan_config
-from plsc.train.components import open_training_data, strategy_options, with_preprocessing
+from plsc.train.components import strategy_options, with_preprocessing
+from plsc.train.tables import classes_of, open_training_data
 
 # Of a rank's memory that the choice leaves free: the plan's peak was within 5% of measured CPU steps.
 MARGIN = 0.05
@@ -35,10 +36,12 @@ _RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
 
 
 def comparison(run: PlanConfig, hardware: Hardware) -> list[Estimate]:
-    """Return the estimates of ``run`` under ddp, zero1, fsdp, hsdp and offload, those that can be on its ranks."""
+    """Return the estimates of ``run`` under every strategy and offload, those that can be on its ranks."""
     plain = run.placed(strategy="ddp", shard_ranks=0, offload=False)
-    layouts = [plain.placed(strategy=name) for name in ("ddp", "zero1", "fsdp", "hsdp")] if run.data_ranks > 1 else []
-    layouts = [plain] if not layouts else layouts[: 4 if 1 < layouts[3].shard_ranks < run.data_ranks else 3]
+    names = ("ddp",) if run.data_ranks == 1 else ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+    layouts = [plain.placed(strategy=name) for name in names]
+    if not 1 < layouts[-1].shard_ranks < run.data_ranks:
+        layouts = [each for each in layouts if each.strategy != "hsdp"]
     found = [estimate(each, hardware) for layout in layouts for each in _valid(layout, {}, offload=False)]
     if hardware.host_memory is not None:
         offloaded = _valid(plain.placed(strategy="fsdp"), {}, offload=True)
@@ -90,13 +93,14 @@ def choose_on_ranks(config: Config, mesh: Mesh, between: str = "infiniband") -> 
 
     def choose() -> StrategyChoice:
         filled = with_preprocessing(config)
-        classes = open_training_data(filled.data).num_classes
+        classes = classes_of(open_training_data(filled))
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
         hardware = hardware_of(mesh.device, per_node, between)
         resolved = with_precision(filled, hardware.device.units)
         chosen = choose_strategy(plan_config(resolved, classes, mesh.world_size, per_node), hardware)
         # the run resolves "auto" itself, with all ranks' devices and its checkpoint in view
-        return replace(chosen, config=replace(chosen.config, precision=config.precision))
+        of_run = {name: getattr(filled, name) for name in ("data", "head", "optim", "table")}  # and no table's own
+        return replace(chosen, config=replace(chosen.config, precision=config.precision, **of_run))
 
     return on_main(choose, mesh)
 
@@ -158,6 +162,7 @@ def _sharding(run: PlanConfig) -> Iterator[tuple[str, int]]:
     if run.data_ranks == 1:
         return
     yield "zero1", 0
+    yield "zero2", 0
     node = max(run.per_node // run.tp, 1)
     for shards in range(2, run.data_ranks):
         if run.data_ranks % shards == 0 and (shards % node == 0 or node % shards == 0):

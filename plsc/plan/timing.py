@@ -1,5 +1,6 @@
 """Seconds of a step by part: a model of what the operations compute and move, at speeds that are given or named."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from plsc.devices import PRODUCT_SHARE, Device
@@ -49,34 +50,30 @@ def head_seconds(run: PlanConfig, device: Device) -> dict[str, float]:
 def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
     """The parts of a step of ``run``. Reading the data, and waiting for it, is not among them."""
     backbone, beside = plan_backbone_time(run, profile, device, links)
-    head = head_seconds(run, device)
-    on_device = sum(head.values())
-    bus = _bus(run, links)
-    summed = _replicas_sum(run, links)
-    summed_meanwhile = _hidden_sum(run, summed, head["head, products"])
-    parts = {
-        **backbone,
-        **head,
-        **_head_collectives(run, links),
-        "head, replicas' gradients summed": summed - summed_meanwhile,
-        "host bus, not hidden": max(bus - on_device, 0.0),
-    }
-    hidden = {
-        **beside,
-        "head, replicas' gradients summed": summed_meanwhile,
-        "host bus": min(bus, on_device),
-    }
+    parts, hidden = defaultdict(float, backbone), defaultdict(float, beside)
+    for table in run.tables:
+        head = head_seconds(table, device)
+        on_device = sum(head.values())
+        bus = _bus(table, links)
+        summed = _replicas_sum(table, links)
+        summed_meanwhile = _hidden_sum(table, summed, head["head, products"])
+        for name, seconds in (head | _head_collectives(table, links)).items():
+            parts[name] += seconds
+        parts["head, replicas' gradients summed"] += summed - summed_meanwhile
+        parts["host bus, not hidden"] += max(bus - on_device, 0.0)
+        hidden["head, replicas' gradients summed"] += summed_meanwhile
+        hidden["host bus"] += min(bus, on_device)
     return Timing(_positive(parts), _positive(hidden), run.samples)
 
 
 def _products(run: PlanConfig, device: Device) -> float:
-    """Two products in each pass: 8·B·C·D over all, shared out between the ranks.
+    """Two products in each pass, and one with each row of a filter: 8·B·C·D over all, shared out between the ranks.
 
     Those around stored logits are large, and write and read them meanwhile: that is counted as traffic alone.
     """
     samples, speed, seconds = run.group_batch * run.micro_batches, _product_speed(run, device), 0.0
     for passes, rows in ((1, run.visited_rows), (2, run.updated_rows)):
-        flops = 4 * samples * rows * run.config.embedding_dim
+        flops = (4 + 2 * run.filter_rows) * samples * rows * run.config.embedding_dim
         if pass_shape(run, device, passes) == "stored":
             moved = samples * rows * (4 + run.weight_width)
             seconds += max(flops / (speed * _STORED_SHARE) - moved / device.bandwidth, 0.0)
@@ -95,7 +92,7 @@ def _product_speed(run: PlanConfig, device: Device) -> float:
 
 
 def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:
-    """Per micro-batch: features with their labels, float64 sums over shards and the vote, the features' gradient."""
+    """Per micro-batch: features with labels, a filter's rows, float64 sums over shards and the vote, the gradient."""
     ranks, dim = run.head_ranks, run.config.embedding_dim
     sent = run.group_batch * (ranks - 1) / ranks
 
@@ -103,8 +100,10 @@ def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:
         moved = sent * bytes_per_sample
         return run.micro_batches * links.seconds(moved, ranks, run.per_node, collective=collective, calls=calls)
 
+    filtered = 2 * run.filter_rows * dim * run.weight_width
     return {
         "head, features gathered": seconds("all_gather", dim * run.weight_width + LABEL_BYTES),
+        **({"head, labels' rows summed": seconds("all_reduce", filtered)} if filtered else {}),
         "head, sums over shards": seconds("all_reduce", 2 * 2 * SUM_BYTES, calls=2),
         "head, gradient scattered": seconds("reduce_scatter", dim * 4),
     }
@@ -136,7 +135,8 @@ def _bus(run: PlanConfig, links: Links) -> float:
     # sampled rows stay between the passes; else each micro-batch's first pass takes the whole table
     passes = run.micro_batches + clips_head(run)
     again = passes * row["class weights"] if run.config.head.sample_rate >= 1 else 0
-    return (sum(row.values()) + again) * run.updated_rows / links.bus
+    rows = run.updated_rows or run.visited_rows  # frozen ones come too
+    return (sum(row.values()) + again) * rows / links.bus
 
 
 def _positive(parts: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ both enrol.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import islice
 from operator import attrgetter
@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import torch
 
+from plsc.embedding.quality import QualityGate, poor_quality
 from plsc.gallery.values import NewPerson, Person
 from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search
@@ -109,7 +110,20 @@ async def embed_groups(service: Service, collection: str, groups: Sequence[tuple
     inputs = [item for _, faces in groups for item in faces]
     names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
     service.check_inputs(len(inputs))
-    return await service.vectors(inputs, names, service.deadline(None))
+    embedded = await service.vectors(inputs, names, service.deadline(None))
+    if service.settings.quality_gates:
+        await asyncio.to_thread(_check_quality, service.settings.quality_gates, names, embedded)
+    return embedded
+
+
+def _check_quality(gates: Mapping[str, QualityGate], names: Sequence[str], embedded: Embedded) -> None:
+    """:class:`ApiError` 422 where a gate refuses a picture; a vector has none."""
+    for name, vector, crop in zip(names, embedded.vectors, embedded.crops, strict=True):
+        found = None if crop is None else poor_quality(gates, crop, vector)
+        if found is not None:
+            gate, quality = found
+            least = f"{quality:.4g}, and this service enrols from {gates[gate].least:g} on"
+            raise ApiError(422, f"{name} is too poor a picture: its {gate} is {least}; send a better one")
 
 
 def _group_names(count: int, several: bool) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
-from plsc.gallery.filters import Filter
+from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store, take_changes
 from plsc.gallery.thumbnails import ThumbnailStore
@@ -37,6 +37,7 @@ from plsc.serve.workers import Workers
 
 Result = TypeVar("Result")
 STORE_THREADS, STORE_SHARE = 8, 6  # and how many of them one caller may have at a time
+CHANGE_THREADS, CHANGE_SHARE = 2, 1  # the store makes one change at a time
 FILTER_THREADS, FILTER_SHARE = 3, 2  # so many look through all persons at a time
 MAX_FILTERED = 32  # searches whose matching rows are held in memory, a byte for each face
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
@@ -80,6 +81,7 @@ class Service:
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
         self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
+        self._changers = Workers(range(CHANGE_THREADS), CHANGE_SHARE, "plsc-change")
         self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
         self._filtering = asyncio.Semaphore(MAX_FILTERED)
         self._filtering_of: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # by group
@@ -107,9 +109,17 @@ class Service:
         call = partial(contextvars.copy_context().run, function, *args, **keywords)
         return await self._in_thread(self._storers, call, current_owner())
 
+    async def change(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
+        """Call ``function``, which changes the store, as :meth:`in_store` does.
+
+        One caller's changes wait here, where another's passes them: at the store's lock it would stand behind them all.
+        """
+        call = partial(contextvars.copy_context().run, function, *args, **keywords)
+        return await self._in_thread(self._changers, call, current_owner())
+
     async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
-        return await self.in_store(self.quotas.add, change, *args, **keywords)
+        return await self.change(self.quotas.add, change, *args, **keywords)
 
     async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Embedded:
         """Vectors of inputs, images embedded.
@@ -218,6 +228,7 @@ class Service:
         self.decoders.close()
         self.worker.close()
         self._storers.close()
+        self._changers.close()
         self._filterers.close()
         self.retention.close()
         self.store.close()
@@ -290,6 +301,8 @@ class Service:
             except TimeoutError:
                 raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
             prepared = await self.in_filter(deadline, self.store.prepare_filter, search.collection, filter)
+            while isinstance(prepared, UnfinishedFilter):  # each piece at the token's turn
+                prepared = await self.in_filter(deadline, self.store.prepare_filter, search.collection, prepared)
             ready = search._replace(filter=prepared)
             answer: SearchAnswer = await self._in_batch("search", ready, len(search.queries), deadline)
             return answer

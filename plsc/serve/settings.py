@@ -2,11 +2,13 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from plsc.embedding.quality import QualityGate
 from plsc.errors import UsageError
 from plsc.serve.access import RateLimit
 
@@ -108,6 +110,7 @@ class Settings:
     kept, None keeps all.
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
     ``items`` names what collections hold; for others than people nothing is said of faces and aligned crops.
+    ``quality_gates`` by their names refuse pictures of enrolments.
     ``decode_processes`` decode pictures for one caller at a time; one more is kept for the others.
     """
 
@@ -131,6 +134,7 @@ class Settings:
     audit_keep: int | None = None
     link_key: str | None = None
     items: Items = PEOPLE
+    quality_gates: Mapping[str, QualityGate] = field(default_factory=dict)
     thumbnails: Path | None = None
     keep_thumbnails: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.serve.access import Bucket
@@ -30,7 +31,9 @@ _LEAD_SECONDS = 0.005  # that a token may be ahead
 _LEAST_PART = 0.8  # of the time, that is shared even where less is taken: who waits must not wait for ever
 _LATELY_SECONDS = 0.2
 _FULL_PART, _NEARLY_PART = 0.75, 0.15  # of the loop's time and the processors', up to which there is enough for all
+_FREE_PART, _CROWDED_PART = 0.9, 0.75  # of the time in which the loop's thread could run, that it has a processor
 _PROCESSORS = os.cpu_count() or 1
+_SCHEDULE = Path("/proc/thread-self/schedstat")
 _IDLE_PART = 0.001  # of the time lately, below which a token is not at work
 
 Pay = Callable[[float], None]
@@ -131,6 +134,8 @@ class TokenTurns:
         self._accounts: dict[str, _Account] = {}
         self._virtual, self._ticked = 0.0, 0.0
         self._looped, self._loop_used = 0.0, 0.0  # seconds since the last tick, and part of the time lately
+        self._seen = (0, 0)  # nanoseconds that the loop's thread had a processor, and waited for one
+        self._ran, self._waited = 0.0, 0.0  # the same, lately
         self._timer: asyncio.TimerHandle | None = None
 
     def charge(self, owner: str, seconds: float, fine: float = 0.0) -> None:
@@ -177,7 +182,7 @@ class TokenTurns:
             if len(self._accounts) > 1 and self._timer is None:
                 for each in self._accounts.values():
                     each.spent, each.taken = self._virtual, 0.0  # alone, a token took what it liked
-                self._ticked = time.monotonic()
+                self._ticked, self._seen = time.monotonic(), _schedule()
                 self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
         return account
 
@@ -215,8 +220,27 @@ class TokenTurns:
         at_work = sum(used) ** 2 / max(sum(part * part for part in used), 1e-12)  # how many, by what each takes
         self._virtual += max(total, _LEAST_PART * elapsed) / max(at_work, 1.0)
         # What nobody takes is there for whoever wants it, as long as the loop and the processors are far from full.
-        headroom = min(max((_FULL_PART - self._loop_used) / _NEARLY_PART, 0.0), 1.0)
+        # Other programs' work counts too: it shows in how long the loop's thread waits for a processor.
+        headroom = min(max((_FULL_PART - self._loop_used) / _NEARLY_PART, 0.0), 1.0) * self._freedom(weight)
         self._virtual += headroom * max(_FULL_PART * _PROCESSORS - sum(used), 0.0) * elapsed
+
+    def _freedom(self, weight: float) -> float:
+        """How freely the loop's thread finds a processor, from 0 to 1."""
+        seen, former = _schedule(), self._seen
+        self._seen = seen
+        self._ran += weight * (seen[0] - former[0] - self._ran)
+        self._waited += weight * (seen[1] - former[1] - self._waited)
+        part = self._ran / (self._ran + self._waited) if self._ran > 0 else 1.0
+        return min(max((part - _CROWDED_PART) / (_FREE_PART - _CROWDED_PART), 0.0), 1.0)
+
+
+def _schedule() -> tuple[int, int]:
+    """Nanoseconds that this thread had a processor, and waited for one; where the system does not tell, (0, 0)."""
+    try:
+        ran, waited, _ = _SCHEDULE.read_text().split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(ran), int(waited)
 
 
 class _Metered(Awaitable[None]):

@@ -29,7 +29,7 @@ from plsc.train.components import make_backbone
 from plsc.train.state import stored_config
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
-_CENTRES = "head.weight"
+_CENTRES = "head.weight"  # of a run's only class table; "head.NAME.weight" of one of several
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -83,7 +83,8 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         parameters`` (weights and running statistics), ``average`` (whether there is one), ``classes, centers, images,
         margin, weight_dtype``, ``state_dtypes`` (of the head's optimizer, by table), ``table_files`` (the placement of
         a table that lies in files of its own, and not in the checkpoint; or None), ``optimizer, bytes``, and ``files``,
-        {"name", "bytes", "is_there"} of each.
+        {"name", "bytes", "is_there"} of each. ``tables`` are several class tables, {"name", "classes", "margin",
+        "weight_dtype", "state_dtypes"} of each; ``classes`` are theirs together then.
 
     Raises:
         IntegrityError, DataError: it is corrupt, or no checkpoint.
@@ -91,7 +92,8 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     stored = StoredCheckpoint(path, _ALONE, prefixes=())
     tensors = stored.stored
     weights = [name for name in tensors if name.startswith("backbone.")]
-    images = max(stored.value("data.images", int), 1)
+    of_epoch = stored.state.get("epoch_samples")  # none in checkpoints of earlier versions
+    images = max(of_epoch if isinstance(of_epoch, int) else stored.value("data.images", int), 1)
     epoch = stored.value("loader.epoch", int) + stored.value("loader.consumed", int) / images
     accuracy = stored.state.get("accuracy")
     return {
@@ -115,6 +117,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         "margin": stored.value("config.head.margin", str),
         "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
         "state_dtypes": _dtypes(stored, "head_optimizer."),
+        "tables": _tables(stored),
         "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
         "optimizer": stored.value("config.optim.name", str),
         "bytes": sum(entry["bytes"] for entry in stored.files.values()),
@@ -123,6 +126,30 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
             for name, entry in sorted(stored.files.items())
         ],
     }
+
+
+def _tables(stored: StoredCheckpoint) -> list[dict[str, Any]]:
+    """What a checkpoint holds of each of several class tables; IntegrityError where its configuration is none."""
+    head, found = stored.value("config.head", dict), []
+    for tree in stored.state["config"].get("table", []):
+        own = (
+            {**head, **tree.get("head", {})}
+            if isinstance(tree, dict) and isinstance(tree.get("head", {}), dict)
+            else {}
+        )
+        if not isinstance(name := tree.get("name") if own else None, str) or not isinstance(own.get("centers"), int):
+            raise IntegrityError(f"{stored.path} names no class tables; it is the checkpoint of another program")
+        key = f"head.{name}.weight"
+        found.append(
+            {
+                "name": name,
+                "classes": _stored_size(stored, key)[0] // max(own["centers"], 1),
+                "margin": str(own.get("margin")),
+                "weight_dtype": next(iter(_dtypes(stored, key).values()), None),
+                "state_dtypes": _dtypes(stored, f"head_optimizer.{name}."),
+            }
+        )
+    return found
 
 
 def read_backbone(path: Path, *, average: bool = False) -> Backbone:
@@ -157,7 +184,7 @@ def read_backbone(path: Path, *, average: bool = False) -> Backbone:
     return (RotationTTA(model) if config.rotation_tta else model).eval()
 
 
-def write_centres(path: Path, out: Path) -> dict[str, Any]:
+def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
     """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
 
     Rows are as trained, not normalised; class numbers are those of RUN/classes.json. One stored piece after another is
@@ -167,14 +194,21 @@ def write_centres(path: Path, out: Path) -> dict[str, Any]:
     Args:
         path: the checkpoint.
         out: a .npy file.
+        table: the name of the class table, where the run has several. Its classes are numbered from 0.
 
     Raises:
+        UsageError: there is no table of that name; or several, and none is named.
         DataError: the checkpoint holds no class table, its files are not there, or ``out`` cannot be written.
         IntegrityError: the checkpoint, or a journal, is corrupt.
     """
-    stored = StoredCheckpoint(path, _ALONE, prefixes=(_CENTRES,))
-    rows, dim = _saved_size(stored) if stored.state.get("savepoints") else _stored_size(stored)
-    classes = stored.value("data.classes", int)
+    key = f"head.{table}.weight" if table else _CENTRES
+    stored = StoredCheckpoint(path, _ALONE, prefixes=(key,))
+    tables = {each["name"]: each["classes"] for each in _tables(stored)}
+    if table not in (tables or [""]):
+        names = ", ".join(tables) or "none, as it has a single one"
+        raise UsageError(f"{path} has the class tables {names}; name one by --table")
+    rows, dim = _saved_size(stored) if stored.state.get("savepoints") else _stored_size(stored, key)
+    classes = tables[table] if table else stored.value("data.classes", int)
     if classes < 1 or rows < 1 or rows % classes:
         raise DataError(f"{path} holds no table of its {classes:,} classes")
     shape = [classes, *([rows // classes] if rows != classes else []), dim]
@@ -184,21 +218,21 @@ def write_centres(path: Path, out: Path) -> dict[str, Any]:
         if stored.state.get("savepoints"):
             _write_saved_rows(stored, file, rows, dim)
         else:
-            _write_stored_rows(stored, file)
+            _write_stored_rows(stored, key, file)
     return {"file": str(out), "shape": shape}
 
 
-def _stored_size(stored: StoredCheckpoint) -> tuple[int, int]:
-    """(Rows, D) of the class table in the checkpoint; (0, 0) without one."""
-    entry = stored.stored.get(_CENTRES)
+def _stored_size(stored: StoredCheckpoint, key: str) -> tuple[int, int]:
+    """(Rows, D) of the class table ``key`` in the checkpoint; (0, 0) without one."""
+    entry = stored.stored.get(key)
     return (entry.size[0], entry.size[1]) if entry is not None and len(entry.size) == 2 else (0, 0)
 
 
-def _write_stored_rows(stored: StoredCheckpoint, file: BinaryIO) -> None:
-    entry = stored.stored[_CENTRES]
+def _write_stored_rows(stored: StoredCheckpoint, key: str, file: BinaryIO) -> None:
+    entry = stored.stored[key]
     for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
         rows = torch.empty(chunk.sizes)
-        stored.load_into({_CENTRES: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
+        stored.load_into({key: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
         file.write(rows.numpy().data.cast("B"))
 
 

@@ -8,20 +8,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.config import Config, DataConfig, check_together, make_margin, stage_configs
-from plsc.data import ImageDataset, open_dataset
+from plsc.config import Config, check_together, stage_configs
+from plsc.data import ImageDataset
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
-from plsc.data.relabelled import RelabelledDataset
-from plsc.data.transforms import RotatedDataset
-from plsc.head.sharded_head import AbsentHead, ShardedHead
+from plsc.head.undo_journal import UndoJournal
 from plsc.models import Backbone, create, load_weights
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.recompute_budget import recompute_activations
@@ -29,9 +26,8 @@ from plsc.models.weights import adopt_preprocessing, unwrapped, weights_options,
 from plsc.models.wrappers import RotationTTA
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
-from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
+from plsc.optim.head_optimizers import HeadOptimizer
 from plsc.optim.parameter_groups import parameter_groups
-from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm
 from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
@@ -41,6 +37,7 @@ from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_s
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.float8 import convert_to_float8
 from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
+from plsc.train.tables import TrainedTable, make_tables, peak_rates
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
 _IGNORED_LOGS = {
@@ -101,13 +98,22 @@ class TrainComponents:
     loader: TrainLoader
     strategy: Strategy
     exchange: GradientExchange
-    head: ShardedHead
+    tables: list[TrainedTable]
     optimizer: torch.optim.Optimizer
-    head_optimizer: HeadOptimizer
     average: MovingAverage | None
     scaler: GradScaler
     frozen_by_stage: list[FrozenNames]  # of the run before its first stage, and of each stage
     frozen: FrozenParts
+
+    @property
+    def head_optimizers(self) -> list[HeadOptimizer]:
+        """Those of all class tables."""
+        return [table.optimizer for table in self.tables]
+
+    @property
+    def undo_journal(self) -> UndoJournal | None:
+        """The journal of the only class table, where that has one; several have none."""
+        return self.tables[0].head.undo_journal
 
     @property
     def frozen_for_good(self) -> set[str]:
@@ -139,30 +145,6 @@ class TrainComponents:
         """
         model = self.strategy.whole(None if self.average is None else self.average.values)
         return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
-
-
-def open_training_data(data: DataConfig) -> ImageDataset:
-    """Open the images that [data] names; raises as :func:`plsc.data.open_dataset` does.
-
-    With data.labels, they are the images and the order that ``plsc embed`` takes.
-    """
-    contract = data.preprocessing
-    dataset: ImageDataset
-    if data.labels:
-        from plsc.embedding.sources import open_images
-
-        images = open_images(data.train, contract.image_size)
-        images.interpolation = contract.interpolation
-        dataset = RelabelledDataset(images, Path(data.labels))
-    else:
-        dataset = open_dataset(
-            data.train,
-            image_size=contract.image_size,
-            interpolation=contract.interpolation,
-            max_bad_records=data.max_bad_records,
-            label_columns=True,
-        )
-    return RotatedDataset(dataset) if data.rotation_classes else dataset
 
 
 def with_preprocessing(config: Config) -> Config:
@@ -212,7 +194,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     strategy.wrap(backbone, template, _wrapping(config, strategy, exchange))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
-    head = raise_on_all_ranks(mesh, lambda: _head_of(config, dataset.num_classes, strategy, exact=exact))
+    tables = raise_on_all_ranks(mesh, lambda: make_tables(config, dataset, strategy, exact=exact))
     return TrainComponents(
         config,
         mesh,
@@ -221,9 +203,8 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         loader,
         strategy,
         exchange,
-        head,
+        tables,
         optimizer,
-        make_head_optimizer(config, head, strategy.data_ranks),
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
         frozen,
@@ -350,36 +331,9 @@ def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
     parallel = config.parallel
     are_whole = parallel.strategy in ("ddp", "zero1") and parallel.tp == parallel.pp == 1
-    is_plain = config.precision == "fp32" and not config.compile and parallel.comm_hook == "none"
+    is_ddps_own = parallel.comm_hook == "none" and parallel.communicators == 1
+    is_plain = config.precision == "fp32" and not config.compile and is_ddps_own
     return config.sync_batchnorm and are_whole and is_plain and mesh.device.type == "cpu"
-
-
-def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: bool) -> ShardedHead:
-    """This rank's side of the class head."""
-    if strategy.head_mesh is not None:
-        return make_head(config, num_classes, strategy.head_mesh, exact=exact)
-    alone = Mesh(0, 1, strategy.mesh.local_rank, strategy.mesh.device)
-    momentum = config.head.momentum_dtype
-    return AbsentHead(
-        config.embedding_dim, num_classes, alone, make_margin(config.head), momentum_dtype=momentum, backend="torch"
-    )
-
-
-def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
-    """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
-    head = config.head
-    names = ["sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"]
-    names += ["positives", "label_reduction", "labels_per_step"]
-    return ShardedHead(
-        config.embedding_dim,
-        num_classes,
-        mesh,
-        make_margin(head),
-        weight_dtype="float64" if exact and head.weight_dtype == "float32" else head.weight_dtype,
-        seed=config.seed,
-        averaging_period=config.parallel.head_averaging_period,
-        **{name: getattr(head, name) for name in names},
-    )
 
 
 def _named_groups(config: Config, backbone: nn.Module, strategy: Strategy) -> list[dict[str, Any]]:
@@ -402,23 +356,3 @@ def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[
         compiled=config.compile or device.type != "cpu",
     )
     return lambda groups: make_backbone_optimizer(config.optim.name, groups, values)
-
-
-def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
-    """The peak learning rates of backbone and head at the global batch that so many ranks with own images make."""
-    optim = config.optim
-    batch = config.data.batch_size * data_ranks * optim.accumulate
-    lr = scaled_lr(optim.lr, batch, optim.lr_scaling, optim.base_batch)
-    head_lr = lr if optim.head_lr is None else scaled_lr(optim.head_lr, batch, optim.lr_scaling, optim.base_batch)
-    return lr, head_lr
-
-
-def make_head_optimizer(config: Config, head: ShardedHead, data_ranks: int) -> HeadOptimizer:
-    """The head's optimizer, as [optim] describes it, for the global batch of so many ranks with own images."""
-    optim = config.optim
-    lr = peak_rates(config, data_ranks)[1]
-    if optim.head_name == "sgd":
-        momentum = optim.momentum if head.momentum_dtype is not None else 0.0
-        return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)
-    betas = (optim.betas[0], optim.betas[1])
-    return HeadAdamW(head, lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)

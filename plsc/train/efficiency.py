@@ -124,14 +124,19 @@ class EfficiencyMeter:
         """Model FLOPs that backbone and head take for an image in the present stage; 0 on ranks but the first."""
         if self._backbone is None:
             return 0.0
-        components, head = self._components, self._components.head
+        components = self._components
         trains_backbone = not components.frozen.trains_head_alone
         backbone = self._backbone.forward + (self._backbone.backward if trains_backbone else 0)
         # replicas of the table take the classes of all their samples, so that they stay equal
         batch = components.config.data.batch_size * components.strategy.data_ranks // components.strategy.micro_batches
-        shards = head.mesh.head.world_size
-        centers = centers_in_step(head.num_classes, head.centers, head.sample_rate, shards, batch)
-        return backbone + head_flops(head.dim, centers, trains_backbone=trains_backbone)
+        shares = sum(table.of.batch_share for table in components.tables)
+        of_heads = 0.0
+        for table in components.tables:
+            head, share = table.head, table.of.batch_share / shares
+            shards = head.mesh.head.world_size
+            centers = centers_in_step(head.num_classes, head.centers, head.sample_rate, shards, round(batch * share))
+            of_heads += share * head_flops(head.dim, centers, trains_backbone=trains_backbone)
+        return backbone + of_heads
 
     def utilisation(self, images_per_second: float) -> float | None:
         """The share of the devices' peak; None where that is unknown."""

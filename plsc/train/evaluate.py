@@ -1,16 +1,21 @@
 """Evaluation during training: on every set of [eval], with the weights that will be shipped; the best are kept."""
 
+import io
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plsc.config import Config
 from plsc.embedding.embedder import RUN_PROGRESS
-from plsc.evaluation.evaluator import evaluate, open_set, set_names
+from plsc.embedding.pipeline import EmbeddedImages
+from plsc.evaluation.evaluator import EvaluationSet, evaluate, open_set, set_names
 from plsc.files import atomic_write, write_json
 from plsc.models.weights import serialize_model
 from plsc.parallel.collectives import on_main, raise_on_all_ranks
@@ -20,6 +25,7 @@ from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.state import Position
 
 MODEL, BEST = "model.safetensors", "best.safetensors"
+_QUERIES, _NEIGHBOURS = 8, 6  # of a picture of neighbours
 
 
 class RunEvaluation:
@@ -61,7 +67,9 @@ class RunEvaluation:
         """Evaluate after the present step, at ``epoch`` epochs; every rank calls."""
         step = self._evaluated_at = self._position.step
         with self._components.averaged():
-            self.results = evaluate_sets(self._components)
+            examine = partial(self._show_neighbours, step) if self._metrics.takes_pictures else None
+            drawn = evaluate_sets(self._components, examine)
+            self.results = {name: _without_curves(result) for name, result in drawn.items()}
             self._metrics.write(step, {"epoch": epoch, "eval": summary(self.results)})
             for name, result in self.results.items():
                 self._report(f"step {step:,}: {name}: " + _format_result(result))
@@ -70,6 +78,37 @@ class RunEvaluation:
                 self._position.best = {"step": step, "accuracy": accuracy}
                 write = weights_writer(self._components, self._out / BEST)
                 raise_on_all_ranks(self._components.mesh, write)
+        self._metrics.picture(step, "eval/roc", partial(_draw_roc, drawn))
+
+    def _show_neighbours(self, step: int, data: EvaluationSet, embedded: EmbeddedImages) -> None:
+        """Report a picture of labelled images and those nearest to them."""
+        if data.labels is not None:
+            draw = partial(_draw_neighbours, data, embedded, self._components.config.seed)
+            self._metrics.picture(step, f"eval/{data.name}/neighbours", draw)
+
+
+def _without_curves(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in ("roc", "scores")}
+
+
+def _draw_roc(results: dict[str, dict[str, Any]]) -> bytes:
+    from plsc.evaluation.report import roc_figure
+
+    encoded = io.BytesIO()
+    roc_figure(results, encoded, image_format="png")
+    return encoded.getvalue()
+
+
+def _draw_neighbours(data: EvaluationSet, embedded: EmbeddedImages, seed: int) -> bytes:
+    from plsc.evaluation.neighbours import draw_neighbours, find_neighbours
+
+    assert data.labels is not None
+    numbers = np.flatnonzero(embedded.readable)
+    found = find_neighbours(
+        embedded.rows[numbers], data.labels[numbers], queries=_QUERIES, count=_NEIGHBOURS, seed=seed
+    )
+    of_set = replace(found, queries=numbers[found.queries], nearest=numbers[found.nearest])
+    return draw_neighbours(of_set, data.images)
 
 
 def _evaluation_at(step: int, out: Path) -> dict[str, dict[str, Any]]:
@@ -85,8 +124,10 @@ def check_sets(config: Config) -> None:
         open_set(source, name, config.data.preprocessing.image_size)
 
 
-def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
-    """Evaluate on every set; results by the sets' names, the same on every rank."""
+def evaluate_sets(
+    components: TrainComponents, examine: Callable[[EvaluationSet, EmbeddedImages], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Evaluate on every set; results by the sets' names, the same on every rank. As :func:`evaluate` for the rest."""
     components.average_statistics()
     model, device = components.shipped_model(), components.mesh.device
     was_training, contract = model.training, components.config.data.preprocessing
@@ -110,7 +151,9 @@ def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
             mesh=components.mesh,
             batch_size=components.config.eval.batch_size,
             seed=components.config.seed,
+            curves=examine is not None,
             quiet=True,
+            examine=examine,
         )
     finally:
         model.train(was_training)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.head.low_precision import quantize_rows, scale_name
 from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 from plsc.parallel.tensor_shard import TensorShard
@@ -28,9 +28,40 @@ _MIDDLE = 32767  # of the 16 bits that decide a rounding: to the nearest
 _BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.int8: 7}  # of significand
 
 
+def table_numbers(components: TrainComponents) -> dict[str, Any]:
+    """Small state of the heads and of their optimizers: of the only one, or of each table by its name."""
+    heads = {table.name: table.head.get_extra_state() for table in components.tables}
+    steps = {table.name: table.optimizer.steps for table in components.tables}
+    return {"head": heads.get("", heads), "head_steps": steps.get("", steps)}
+
+
+def check_numbers(stored: StoredCheckpoint) -> None:
+    """Raise IntegrityError unless the small state holds what :func:`restore_numbers` takes."""
+    tables = stored.value("config", dict).get("table") or [{"name": ""}]
+    for name in [table.get("name") for table in tables if isinstance(table, dict)]:
+        of_table = f".{name}" if name else ""
+        stored.value(f"head_steps{of_table}", int)
+        stored.value(f"head{of_table}.forwards", int)
+        margin = stored.value(f"head{of_table}.margin", dict)
+        if not all(isinstance(number, int | float) for number in margin.values()):
+            raise IntegrityError(f"{stored.path} holds no state of a margin; it is the checkpoint of another program")
+
+
+def restore_numbers(components: TrainComponents, stored: StoredCheckpoint) -> None:
+    """Take what :func:`table_numbers` has stored; IntegrityError where a margin has other statistics."""
+    for table in components.tables:
+        state, steps = stored.state["head"], stored.state["head_steps"]
+        if table.name:
+            state, steps = state[table.name], steps[table.name]
+        if not state["margin"].keys() <= table.head.margin_state.keys():
+            raise IntegrityError(f"{stored.path} holds no state of the margin {table.of.config.head.margin}")
+        table.head.set_extra_state(state)
+        table.optimizer.load_state_dict({**table.optimizer.state_dict(), "steps": steps})
+
+
 def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
     """This rank's rows by name; none where a savepoint of ``step``, which this sets, takes their place. Ranks call."""
-    if components.config.head.journal:
+    if components.tables[0].of.config.head.journal:
         raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, step))
         return {}
     return {
@@ -45,7 +76,7 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
         UsageError: the table's files are of another run, or of another number of ranks.
         DataError: the checkpoint's savepoint is not one of the table here.
     """
-    journal, identities = components.head.undo_journal, stored.state.get("savepoints")
+    journal, identities = components.undo_journal, stored.state.get("savepoints")
     if identities is None:
         if journal is not None:
             journal.refuse_if_adopted()
@@ -65,12 +96,12 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
             "same head.placement with head.journal = true, and bring the files back"
         )
     if journal is not None:
-        components.head.roll_back(stored.step)
+        components.tables[0].head.roll_back(stored.step)
 
 
 def savepoints(components: TrainComponents) -> list[str | None] | None:
     """The identity of each rank's table that the checkpoint does not hold; None where it holds them."""
-    journal = components.head.undo_journal
+    journal = components.undo_journal
     identities = all_gather_object(None if journal is None else journal.identity, components.mesh)
     return identities if any(identities) else None
 
@@ -82,39 +113,43 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
         UsageError: the table's files are of another run; or as :func:`set_first_rows`.
         DataError: they are of a run that has checkpoints; or as :func:`set_first_rows`.
     """
-    journal = components.head.undo_journal
+    journal = components.undo_journal
     if journal is not None and journal.is_adopted:
         if not goes_on:
             journal.refuse_if_adopted()
-        components.head.roll_back(0)
+        components.tables[0].head.roll_back(0)
     else:
-        if components.config.head.init_rows:
-            set_first_rows(components.head, components.config.head.init_rows)
+        for table in components.tables:
+            if table.of.config.head.init_rows:
+                set_first_rows(table.head, table.of.config.head.init_rows)
         _set_savepoint(components, 0)
 
 
 def flush_tables(components: TrainComponents) -> None:
     """Sync the files of a table with savepoints to disk."""
-    if components.head.undo_journal is not None:
-        components.head.undo_journal.flush()
+    if components.undo_journal is not None:
+        components.undo_journal.flush()
 
 
 def forget_savepoints(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
     """Remove what the table's journals hold for checkpoints that are gone."""
-    journal = components.head.undo_journal
+    journal = components.undo_journal
     published = checkpoints.published() if journal is not None else []
     if journal is not None and published:
         journal.forget(step_of(published[0]))
 
 
 def _set_savepoint(components: TrainComponents, step: int) -> None:
-    if components.head.undo_journal is not None:
-        components.head.set_savepoint(step)
+    if components.undo_journal is not None:
+        components.tables[0].head.set_savepoint(step)
 
 
 def _tables_of(components: TrainComponents) -> list[tuple[str, dict[str, TensorShard]]]:
-    """This rank's rows of the class table, and of the state beside it, each with the prefix of their names."""
-    return [("head.", components.head.sharded_state()), ("head_optimizer.", components.head_optimizer.sharded_state())]
+    """This rank's rows of the class tables, and of the state beside them, each with the prefix of their names."""
+    heads = [(f"head.{table.of.prefix}", table.head.sharded_state()) for table in components.tables]
+    return heads + [
+        (f"head_optimizer.{table.of.prefix}", table.optimizer.sharded_state()) for table in components.tables
+    ]
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard and other loggers."""
+"""Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for loggers."""
 
 import json
 import math
-import os
-import socket
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from plsc.errors import UsageError
 from plsc.files import AppendFile, atomic_write
+from plsc.loggers import LoggedRun, RunLogger, open_logger
 
 METRICS = "metrics.jsonl"
 
@@ -34,86 +33,95 @@ Logger = LogFunction | HasLog
 
 
 class MetricsLog:
-    """Appends to RUN/metrics.jsonl and RUN/tensorboard, and calls loggers; does nothing where ``enabled`` is false.
+    """Appends to RUN/metrics.jsonl, and hands numbers and pictures to loggers; does nothing where not ``enabled``.
 
-    Lines of steps after ``step``, from which the run goes on, are taken out first: a killed run wrote them, and
-    they come again. So each step has one line. A logger that raises is called again at the next line; the first time,
-    ``warn`` is called with its error.
+    Lines of steps after that from which the run goes on are taken out first: a killed run wrote them, and they come
+    again. So each step has one line. A logger that raises is called again at the next line; the first time, ``warn`` is
+    called with its error.
+
+    Args:
+        run: the run directory, its configuration, and the step from which it goes on.
+        to: names of loggers, see :data:`plsc.loggers.LOGGERS`.
+        enabled: this is the first rank.
+        loggers: functions that get the numbers too.
+        warn: takes a line.
     """
 
     def __init__(
         self,
-        out: Path,
+        run: LoggedRun,
         *,
-        step: int,
-        tensorboard: bool,
+        to: Sequence[str] = (),
         enabled: bool,
         loggers: Sequence[Logger] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
         self._file: AppendFile | None = None
-        self._board: _EventFile | None = None
         functions = [_log_function(logger) for logger in loggers]  # on every rank: a wrong one ends all of them
         self._functions = functions if enabled else []
-        self._warn, self._failed = warn, set[int]()
+        self._opened: list[RunLogger] = []
+        self._warn, self._failed = warn, set[str | int]()
         if not enabled:
             return
-        _cut(out / METRICS, step)
-        self._file = AppendFile(out / METRICS)
-        if tensorboard:
-            self._board = _EventFile(out / "tensorboard", step + 1)
+        _cut(run.out / METRICS, run.step)
+        self._file = AppendFile(run.out / METRICS)
+        for name in to:
+            self._opened += self._open(name, run)
+
+    def _open(self, name: str, run: LoggedRun) -> list[RunLogger]:
+        """Open one logger. A run that goes on, at night perhaps, does without one that does not open any more."""
+        try:
+            opened = open_logger(name, run)
+        except UsageError as error:
+            if run.step == 0:
+                raise
+            self._warn(f"warning: {error}")
+            return []
+        if opened.place:
+            self._warn(f"logged to {opened.place}")
+        return [opened]
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether some logger takes pictures."""
+        return any(logger.takes_pictures for logger in self._opened)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Report ``values`` (numbers, None, nested mappings of them) of ``step``."""
         if self._file is not None:
             line = {"step": step, **_without_nan(values)}
             self._file.write_line(json.dumps(line, allow_nan=False))
-        if self._board is not None:
-            self._board.write(step, _leaves(values))
-        for index, function in enumerate(self._functions):
-            try:
-                function(dict(_leaves(values)), step=step)
-            except Exception as error:  # a tracking service that is down is no reason to lose the run
-                if index not in self._failed:
-                    self._failed.add(index)
-                    self._warn(f"logger {_name(function)} failed at step {step:,}, and may go on to: {error!r}")
+        for logger in self._opened:
+            self._attempt(logger, step, partial(logger.write, step, dict(_leaves(values))))
+        for function in self._functions:
+            self._attempt(function, step, partial(function, dict(_leaves(values)), step=step))
+
+    def picture(self, step: int, name: str, draw: Callable[[], bytes]) -> None:
+        """Report what ``draw`` draws, an encoded PNG; it is not called where no logger takes pictures."""
+        drawn: list[bytes] = []
+        if self.takes_pictures:
+            self._attempt(name, step, lambda: drawn.append(draw()))
+        for png in drawn:
+            for logger in self._opened:
+                self._attempt(logger, step, partial(logger.picture, step, name, png))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and the loggers."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._opened:
+            self._attempt(logger, None, logger.close)
 
-
-class _EventFile:
-    """TensorBoard's event file of a run, in which points from ``step`` on that were written before count no more.
-
-    TensorBoard's own writer appends from a thread of its own, which ends for good where the disk is full.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(AppendFile(folder / name))
-        self._add(step=step, file_version="brain.Event:2")
-        self._add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
-
-    def write(self, step: int, values: Sequence[tuple[str, float]]) -> None:
-        """Append the points of ``step``."""
-        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values]
-        self._add(step=step, summary=self._summary(value=points))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._records.close()
-
-    def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+    def _attempt(self, what: object, step: int | None, act: Callable[[], object]) -> None:
+        """Let a logger or function act, or a picture of a name be drawn; warn of the first error of each."""
+        try:
+            act()
+        except Exception as error:  # a tracking service that is down is no reason to lose the run
+            key = what if isinstance(what, str) else id(what)
+            if key not in self._failed:
+                self._failed.add(key)
+                when = "when it closed" if step is None else f"at step {step:,}, and may go on to"
+                self._warn(f"{_name(what)} failed {when}: {error!r}")
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -139,8 +147,10 @@ def _log_function(logger: Logger) -> LogFunction:
     return function
 
 
-def _name(function: object) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
+def _name(what: object) -> str:
+    if isinstance(what, str):
+        return f"picture {what}"
+    return f"logger {getattr(what, '__qualname__', type(what).__name__)}"
 
 
 def _cut(path: Path, step: int) -> None:

@@ -24,9 +24,10 @@ from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
 from plsc.progress import StatusLine, counted, duration, printable
-from plsc.train.components import TrainComponents, peak_rates
+from plsc.train.components import TrainComponents
 from plsc.train.evaluate import BEST, MODEL
 from plsc.train.state import Position, steps_per_epoch
+from plsc.train.tables import TrainedTable, peak_rates
 
 LOG = "train.log"
 _LINE_SECONDS = 5.0  # between lines of the log, and of a pipe
@@ -173,11 +174,12 @@ def header(
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
     size = config.data.preprocessing.image_size
     pixels = size if isinstance(size, int) else size_text(size)
+    source = dataset.source if config.table else config.data.train
     lines = {
-        "data": f"{images} from {config.data.train}, {pixels} px, augment {config.data.augment}",
+        "data": f"{images} from {source}, {pixels} px, augment {config.data.augment}",
         "pixels": _pixels(config.data),
         "model": _model(components, why_precision),
-        "head": _head(components),
+        **{_table_title(table): _head(table, components) for table in components.tables},
         "files": _table_files(components),
         "ranks": _ranks(components),
         "work": work,
@@ -236,17 +238,27 @@ def _model(components: TrainComponents, why_precision: str) -> str:
     return ", ".join([model, precision, *extras])
 
 
-def _head(components: TrainComponents) -> str:
-    head, options = components.head, components.config.head
+def _table_title(table: TrainedTable) -> str:
+    return f"table {table.name}: " if table.name else "head"
+
+
+def _head(table: TrainedTable, components: TrainComponents) -> str:
+    head, options = table.head, table.of.config.head
     kind = "exact" if options.sample_rate == 1 else f"sampled at {options.sample_rate:g}"
     centers = f", {options.centers} centers" if options.centers > 1 else ""
     storage = f"{options.weight_dtype} + {options.momentum_dtype} on {options.placement}"
-    return f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
+    described = f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
+    if not table.name:
+        return described
+    share = table.of.batch_share / sum(each.of.batch_share for each in components.tables)
+    classes = counted(head.num_classes, "class")
+    rate = peak_rates(table.of.config, components.strategy.data_ranks)[1]
+    return f"{classes}, {share:.3g} of a batch, loss weight {table.of.loss_weight:g}, lr {rate:g}, {described}"
 
 
 def _table_files(components: TrainComponents) -> str:
     """The line about the disk that a table with savepoints takes: its own files, and the old values beside them."""
-    head, journal, checkpoint = components.head, components.head.undo_journal, components.config.checkpoint
+    head, journal, checkpoint = components.tables[0].head, components.undo_journal, components.config.checkpoint
     if journal is None:
         return ""
     steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
@@ -317,14 +329,16 @@ def _averaging(components: TrainComponents) -> str:
 
 def _head_averaging(components: TrainComponents) -> str:
     """The line about averages of head groups' tables, with what a rank gives to the network between groups."""
-    head, mesh = components.head, components.mesh
-    period, staleness = head.averaging_period, head.staleness
+    mesh, heads = components.mesh, [table.head for table in components.tables]
+    period, staleness = heads[0].averaging_period, max(head.staleness for head in heads)
     if mesh.replicas.world_size == 1 or (period == 1 and not staleness):
         return ""
-    rows = len(head.weight)
-    touched = rows * (1 - (1 - head.sample_rate) ** period)
-    moved = average_bytes(round(touched), head.dim, len(components.head_optimizer.tables)) / period
-    exact = average_bytes(round(rows * head.sample_rate), head.dim, 0)
+    moved, exact = 0.0, 0.0
+    for table, head in zip(components.tables, heads, strict=True):
+        rows = len(head.weight)
+        touched = rows * (1 - (1 - head.sample_rate) ** period)
+        moved += average_bytes(round(touched), head.dim, len(table.optimizer.tables)) / period
+        exact += average_bytes(round(rows * head.sample_rate), head.dim, 0)
     late = f", {counted(staleness, 'step')} late" if staleness else ""
     groups = counted(mesh.replicas.world_size, "head group")
     return (

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 
-from plsc.config import Config, begins_course, changes_of, make_margin, stage_configs
+from plsc.config import Config, begins_course, changes_of, make_margin, stage_configs, table_configs
 from plsc.errors import UsageError
 from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
 from plsc.toml_keys import toml_value
-from plsc.train.components import TrainComponents, peak_rates
+from plsc.train.components import TrainComponents
 from plsc.train.frozen import FrozenParts
 from plsc.train.state import Position, steps_per_epoch
+from plsc.train.tables import peak_rates
 
 
 class RunSchedule:
@@ -25,7 +26,7 @@ class RunSchedule:
             configuration alone shows of that was refused when it was read.
 
     Attributes:
-        rates: the learning rates of the last step: of backbone and head.
+        rates: the learning rates of the last step: of the backbone, and of each class table.
     """
 
     def __init__(self, components: TrainComponents, position: Position) -> None:
@@ -35,17 +36,19 @@ class RunSchedule:
         self._starts = self._stage_starts()  # in steps of the schedule, the first 0
         self._stage = self._stage_at(position.schedule_step)
         self._enter(self._stage)
-        peaks = [peak_rates(config, components.strategy.data_ranks) for config in self._configs]
+        optimizers = [components.optimizer, *components.head_optimizers]
+        peaks = [self._peak_rates(config) for config in self._configs]
         courses = self._courses()
         factors = [
-            partial(self._factor, courses, [peak[which] / peaks[0][which] for peak in peaks]) for which in (0, 1)
+            partial(self._factor, courses, [peak[which] / peaks[0][which] for peak in peaks])
+            for which in range(len(optimizers))
         ]
         self._schedulers = [
             scheduler(optimizer, factor, step=position.schedule_step)
-            for optimizer, factor in zip((components.optimizer, components.head_optimizer), factors, strict=True)
+            for optimizer, factor in zip(optimizers, factors, strict=True)
         ]
         self._peaks = list(zip(peaks[0], factors, strict=True))
-        self.rates = [0.0, 0.0]
+        self.rates = [0.0] * len(optimizers)
 
     @property
     def last_step(self) -> int:
@@ -94,10 +97,17 @@ class RunSchedule:
         Optimizers, gradients' exchange and the data's order stay.
         """
         components, config = self._components, self._configs[stage]
-        components.head.set_margin(make_margin(config.head))
-        components.head.set_sample_rate(config.head.sample_rate)
+        for table, of in zip(components.tables, table_configs(config), strict=True):
+            table.head.set_margin(make_margin(of.config.head))
+            table.head.set_sample_rate(of.config.head.sample_rate)
         components.loader.augment = config.data.augment
         components.frozen = FrozenParts(components.frozen_by_stage[stage], components.strategy)
+
+    def _peak_rates(self, config: Config) -> list[float]:
+        """The peak rates of backbone and class tables in a stage."""
+        ranks = self._components.strategy.data_ranks
+        of_tables = [peak_rates(table.config, ranks)[1] for table in table_configs(config)]
+        return [peak_rates(config, ranks)[0], *of_tables]
 
     @property
     def _total_steps(self) -> int:

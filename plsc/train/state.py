@@ -7,11 +7,19 @@ from typing import Any
 import torch
 
 from plsc import config as configuration
-from plsc.config import Config
+from plsc.config import Config, table_configs
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
-from plsc.train.head_state import capture_tables, prefixed, restore_tables, savepoints
+from plsc.train.head_state import (
+    capture_tables,
+    check_numbers,
+    prefixed,
+    restore_numbers,
+    restore_tables,
+    savepoints,
+    table_numbers,
+)
 from plsc.train.optimizer_state import optimizer_numbers, optimizer_tensors, restore_optimizer
 
 FIXED = tuple(name for name, entry in configuration.KEYS.items() if entry.is_fixed)
@@ -20,13 +28,11 @@ _NUMBERS = (
     "step",
     "skipped",
     "world_size",
-    "head_steps",
     "average_updates",
     "data.images",
     "data.classes",
     "loader.epoch",
     "loader.consumed",
-    "head.forwards",
 )
 
 
@@ -48,7 +54,8 @@ class Position:
 
 def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
-    components.head_optimizer.average_replicas()
+    for optimizer in components.head_optimizers:
+        optimizer.average_replicas()
     strategy = components.strategy
     components.average_statistics()
     tensors: dict[str, Any] = prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
@@ -78,10 +85,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     restore_optimizer(components, stored)
     if components.average is not None:
         _load_average(components, stored)
-    if not state["head"]["margin"].keys() <= components.head.margin_state.keys():
-        raise IntegrityError(f"{stored.path} holds no state of the margin {components.config.head.margin}")
-    components.head.set_extra_state(state["head"])
-    components.head_optimizer.load_state_dict({**components.head_optimizer.state_dict(), "steps": state["head_steps"]})
+    restore_numbers(components, stored)
     if state["scaler"] and components.scaler.is_enabled():
         components.scaler.load_state_dict(state["scaler"])
     components.loader.load_state_dict(state["loader"])
@@ -108,13 +112,13 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "world_size": components.mesh.world_size,
         "config": configuration.to_dict(components.config),
         "data": components.data,
+        "epoch_samples": components.dataset.mixture.epoch_length,
         "frozen": sorted(components.frozen_for_good),
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
         "optimizer": optimizer_numbers(components),
-        "head": components.head.get_extra_state(),
         "savepoints": savepoints(components),
-        "head_steps": components.head_optimizer.steps,
+        **table_numbers(components),
         "average_updates": components.average.updates.count if components.average is not None else 0,
     }
 
@@ -131,30 +135,41 @@ def _check_state(stored: StoredCheckpoint) -> None:
     """Raise IntegrityError unless the small state holds what going on takes from it."""
     for name in _NUMBERS:
         stored.value(name, int)
-    for name in ("config", "scaler", "best", "head.margin"):
+    check_numbers(stored)
+    for name in ("config", "scaler", "best"):
         stored.value(name, dict)
     stored.value("data.labels_sha256", str)
     frozen, optimizer = stored.state.get("frozen", []), stored.state.get("optimizer", {})
-    margin, best = stored.state["head"]["margin"], stored.state["best"]
+    best = stored.state["best"]
     if not (
         isinstance(frozen, list)
         and all(isinstance(name, str) for name in frozen)
         and isinstance(optimizer, dict)
         and isinstance(stored.state.get("savepoints"), list | None)
         and all(name == "step" or name.partition(".")[0].isdecimal() for name in optimizer)
-        and all(isinstance(number, int | float) for number in margin.values())
         and (not best or (isinstance(best.get("step"), int) and isinstance(best.get("accuracy"), float)))
     ):
         raise IntegrityError(f"{stored.path} holds no state of a run; it is the checkpoint of another program")
 
 
 def _check_config(before: dict[str, Any], config: Config) -> None:
-    old = stored_config(before)
+    before_tables, tables = table_configs(stored_config(before)), table_configs(_with_contract(config))
+    names = [", ".join(table.name for table in found) or "none" for found in (before_tables, tables)]
+    if names[0] != names[1]:
+        raise UsageError(
+            f"the tables were {names[0]} when the run began and are {names[1]} now; set them back to go on, or begin "
+            "another run (another --out), with --init_weights RUN/model.safetensors to build on this one"
+        )
+    for table_before, table in zip(before_tables, tables, strict=True):
+        _check_keys(table_before.config, table.config, f"table {table.name}: " if table.name else "")
+
+
+def _check_keys(old: Config, config: Config, where: str) -> None:
     for name in FIXED:
-        was, now = configuration.get(old, name), configuration.get(_with_contract(config), name)
+        was, now = configuration.get(old, name), configuration.get(config, name)
         if was != now:
             raise UsageError(
-                f"{name} was {configuration.shown(name, was)} when the run began and is "
+                f"{where}{name} was {configuration.shown(name, was)} when the run began and is "
                 f"{configuration.shown(name, now)} now; set it back to go on, or "
                 "begin another run (another --out), with --init_weights RUN/model.safetensors to build on this one"
             )

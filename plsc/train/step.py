@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plsc.data.loader import TrainLoader
+from plsc.data.loader import PartOfBatch, TrainLoader
 from plsc.losses.margins import State
 from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
@@ -15,6 +16,7 @@ from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.step_timeline import BACKBONE, HEAD, OPTIMIZER, step_part
 from plsc.parallel.strategies import Weight
 from plsc.train.components import TrainComponents
+from plsc.train.tables import TrainedTable
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class MicroBatch:
     """This rank's ``images`` uint8 (b, 3, S, S) and ``labels`` (b,) of a global batch, of which ranks have ``sizes``.
 
     Both lie on the CPU, in pinned memory where a GPU computes. ``indices`` (b,) are the images' in the data set.
+    ``tables`` are the batches of several class tables; of a run's only table there are none.
     """
 
     images: Tensor
     labels: Tensor
     sizes: Sequence[int]
     indices: Sequence[int] = ()
+    tables: Sequence["TableBatch"] = ()
 
     @property
     def size(self) -> int:
@@ -41,7 +45,7 @@ class StepResult:
 
     ``loss`` is the mean over the step's global samples, ``grad_norm`` that of the backbone (with the head's
     under clip_head) before clipping; ``skipped`` steps changed nothing; ``stop`` is the signal that some rank
-    was asked to stop by, or 0.
+    was asked to stop by, or 0. ``table_losses`` are the means of several tables, by name, each over its own samples.
     """
 
     loss: float
@@ -49,16 +53,29 @@ class StepResult:
     images: int
     skipped: bool
     stop: int
+    table_losses: dict[str, float]
 
 
-def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBatch]]:
+class TableBatch(NamedTuple):
+    """A class table's part of a micro-batch: which ``rows`` (n,) of this rank's, with ``labels`` of its own classes.
+
+    ``sizes`` are the samples of each rank.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    sizes: Sequence[int]
+
+
+def micro_batches(loader: TrainLoader, accumulate: int, tables: Sequence[TrainedTable]) -> Iterator[list[MicroBatch]]:
     """The rest of the loader's epoch in groups of ``accumulate``; the last group may be shorter.
 
     When a group is yielded, the loader's position is the one after it.
     """
     group: list[MicroBatch] = []
     for images, labels in loader:
-        group.append(MicroBatch(images, labels, loader.sizes, loader.indices))
+        of_tables = table_batches(labels, loader.parts, tables) if len(tables) > 1 else []
+        group.append(MicroBatch(images, labels, loader.sizes, loader.indices, of_tables))
         if len(group) == accumulate:
             yield group
             group = []
@@ -66,17 +83,38 @@ def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBa
         yield group
 
 
+def table_batches(labels: Tensor, parts: Sequence[PartOfBatch], tables: Sequence[TrainedTable]) -> list[TableBatch]:
+    """Split ``labels`` of all tables' classes, and pin what a GPU is to read where they are pinned."""
+    found = []
+    for part, table in zip(parts, tables, strict=True):
+        rows = _pinned_as(labels, torch.from_numpy(part.rows))
+        own = labels[rows]
+        found.append(
+            TableBatch(rows, _pinned_as(labels, torch.where(own >= 0, own - table.first_class, -1)), part.sizes)
+        )
+    return found
+
+
+def _pinned_as(labels: Tensor, values: Tensor) -> Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=labels.is_pinned()).copy_(values)
+
+
 @dataclass(frozen=True)
 class EnqueuedStep:
-    """A step of ``images`` samples whose work is enqueued, and whose result the device has not come to yet."""
+    """A step of ``images`` samples whose work is enqueued, and whose result the device has not come to yet.
+
+    ``tables`` are the names of the class tables whose losses are in the verdict.
+    """
 
     images: int
     verdict: Verdict
+    tables: Sequence[str]
 
     def result(self) -> StepResult:
         """The step's result; waits until the device has come to the ranks' vote, which is before the update."""
-        skipped, stop, loss, norm = self.verdict.numbers()
-        return StepResult(loss, norm, self.images, bool(skipped), int(stop))
+        skipped, stop, loss, norm, *losses = self.verdict.numbers()
+        by_table = dict(zip(self.tables, losses, strict=True)) if losses else {}
+        return StepResult(loss, norm, self.images, bool(skipped), int(stop), by_table)
 
 
 class RunningStatistics:
@@ -129,6 +167,8 @@ class Stepper:
         self._unclipped = [weight for weight in trained if weight.parameter in clipped_locally]
         self.statistics = RunningStatistics(components.strategy.backbone.buffers())
         self._preprocessing = components.config.data.preprocessing
+        weights = [table.of.loss_weight for table in components.tables]
+        self._loss_weights = torch.tensor(weights, dtype=torch.float64, device=components.mesh.device)
         self._warm_up()
 
     def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> EnqueuedStep:
@@ -139,45 +179,48 @@ class Stepper:
         stay as they were.
         """
         components = self.components
-        margin_state = components.head.margin_state
+        margin_states = [table.head.margin_state for table in components.tables]
         self.statistics.remember()
         self._seed(number)
         components.exchange.begin(number)
-        loss = self._backward(group)
+        losses = self._backward(group)
         with step_part(OPTIMIZER):
-            verdict = self._update(loss, margin_state, stop)
-        return EnqueuedStep(sum(batch.size for batch in group), verdict)
+            verdict = self._update(losses, margin_states, stop)
+        names = [table.of.name for table in components.tables]
+        return EnqueuedStep(sum(batch.size for batch in group), verdict, names)
 
-    def _update(self, loss: Tensor, margin_state: State, stop: int) -> Verdict:
+    def _update(self, losses: Tensor, margin_states: Sequence[State], stop: int) -> Verdict:
         """Update everything by the gradients, or take back what the passes moved, as the ranks agree."""
         components = self.components
         components.strategy.collect_gradients()
         for weight in components.frozen.weights:  # the optimizer then leaves them and their state as they are
             weight.grad = None
-        components.scaler.unscale_all(components.optimizer, components.head_optimizer)
+        components.scaler.unscale_all(components.optimizer, components.head_optimizers)
         norm = self._clipped_norm()
-        verdict = self._vote(loss, norm, stop)
-        components.scaler.step_both(components.optimizer, components.head_optimizer, verdict)
+        verdict = self._vote(losses, norm, stop)
+        components.scaler.step_both(components.optimizer, components.head_optimizers, verdict)
         self.statistics.restore_where(verdict.flag)
         components.exchange.settle(verdict.flag)
-        components.head.margin_state = {
-            name: torch.where(verdict.flag != 0, margin_state[name], moved)
-            for name, moved in components.head.margin_state.items()
-        }
+        for table, before in zip(components.tables, margin_states, strict=True):
+            table.head.margin_state = {
+                name: torch.where(verdict.flag != 0, before[name], moved)
+                for name, moved in table.head.margin_state.items()
+            }
         if components.average is not None:
             components.average.update(components.strategy.parts(), verdict)
         components.scaler.update()
         components.strategy.zero_grad()
-        components.head_optimizer.zero_grad()
+        for optimizer in components.head_optimizers:
+            optimizer.zero_grad()
         return verdict
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
-        """Leave the gradients of the group's mean loss, times the loss scale; the loss itself, detached."""
-        strategy, samples = self.components.strategy, sum(batch.size for batch in group)
-        total = torch.zeros((), dtype=torch.float64, device=self.components.mesh.device)
+        """Leave the gradients of the group's loss, times the loss scale; return the tables' mean losses (T,)."""
+        strategy, tables = self.components.strategy, self.components.tables
+        totals = torch.zeros(len(tables), dtype=torch.float64, device=self.components.mesh.device)
         for index, batch in enumerate(group):
             upcoming = group[index + 1] if index + 1 < len(group) else None
-            loss = partial(self._loss, total, samples, upcoming)
+            loss = partial(self._loss, totals, group, batch, upcoming)
             images = partial(self._prepared, batch.images)
             with step_part(BACKBONE):
                 if self.components.frozen.trains_head_alone:
@@ -186,40 +229,56 @@ class Stepper:
                         strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)
                 else:
                     strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
-        return strategy.from_head(total)
+        return strategy.from_head(totals)
 
     def _loss(
         self,
-        total: Tensor,
-        samples: int,
+        totals: Tensor,
+        group: Sequence[MicroBatch],
+        batch: MicroBatch,
         upcoming: MicroBatch | None,
         embeddings: Tensor,
         labels: Tensor,
         sizes: Sequence[int],
     ) -> Tensor:
-        """Return what is differentiated of a micro-batch: its share of the loss, which joins ``total``, scaled."""
-        share = sum(sizes) / samples
+        """Return what is differentiated of a micro-batch, scaled: its share of each table's loss, with the weight."""
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
+        terms = []
         with step_part(HEAD):
-            loss = self.components.head(embeddings, labels, sizes)
+            for number, table in enumerate(self.components.tables):
+                own, samples = (embeddings, labels, sizes), [each.size for each in group]
+                if batch.tables:
+                    rows, own_labels, of_ranks = batch.tables[number]
+                    own = (embeddings[rows.to(embeddings.device, non_blocking=True)], own_labels, of_ranks)
+                    samples = [sum(each.tables[number].sizes) for each in group]
+                if any(own[2]):
+                    share = sum(own[2]) / sum(samples)
+                    loss = table.head(*own)
+                    totals[number].add_(loss.detach().double() * share)
+                    terms.append(loss * (share * table.of.loss_weight))
             self._prefetch(upcoming)
-        total += loss.detach().double() * share
-        scaled: Tensor = self.components.scaler.scale(loss * share)
+        scaled: Tensor = self.components.scaler.scale(sum(terms[1:], terms[0]))
         return scaled
 
     def _prefetch(self, upcoming: MicroBatch | None) -> None:
-        """Prefetch the next batch's rows of a table that is not on the device, during this batch's backward pass.
+        """Prefetch the next batch's rows of tables that are not on the device, during this batch's backward pass.
 
         ``upcoming`` is that batch where the group holds it; else the loader knows its labels.
         """
-        head, loader = self.components.head, self.components.loader
-        share = self.components.strategy.head_share
-        if head.placement == "device" or not self.components.strategy.prefetches:
+        loader, tables = self.components.loader, self.components.tables
+        if not self.components.strategy.prefetches or all(table.head.placement == "device" for table in tables):
             return
-        if upcoming is not None:
-            head.prefetch(*share(upcoming.labels, upcoming.sizes))
-        elif (labels := loader.next_labels) is not None:
-            head.prefetch(*share(labels, loader.next_sizes or []))
+        labels = loader.next_labels if upcoming is None else upcoming.labels
+        if labels is None:
+            return
+        if len(tables) == 1:  # whose batch a strategy may split otherwise than the loader
+            sizes = (loader.next_sizes or []) if upcoming is None else upcoming.sizes
+            tables[0].head.prefetch(*self.components.strategy.head_share(labels, sizes))
+            return
+        batches = table_batches(labels, loader.next_parts or [], tables) if upcoming is None else upcoming.tables
+        for table, (_, own, of_ranks) in zip(tables, batches, strict=True):
+            if table.head.placement != "device" and any(of_ranks):
+                table.head.prefetch(own, of_ranks)
 
     def _seed(self, number: int) -> None:
         """Seed dropout and its like by (seed, step, data rank), so that resuming needs no generator's state."""
@@ -251,12 +310,12 @@ class Stepper:
         components, optim = self.components, self.components.config.optim
         norm = self._norm(self._clipped)
         if optim.clip_norm:
-            head = components.head_optimizer if optim.clip_head else None
-            if head is not None:
+            heads = components.head_optimizers if optim.clip_head else []
+            for head in heads:
                 with step_part(HEAD):
                     of_head = head.gradient_norm()
                 norm = torch.hypot(norm.double(), components.strategy.from_head(of_head).to(norm.device))
-            norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
+            norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, heads)
         return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
 
     def _norm(self, weights: Sequence[Weight]) -> Tensor:
@@ -267,12 +326,16 @@ class Stepper:
         copies = [weight.copies for weight in weights if weight.parameter.grad is not None]
         return sharded_norm(_gradients(weights), copies, strategy.mesh)
 
-    def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> Verdict:
+    def _vote(self, losses: Tensor, norm: Tensor, stop: int) -> Verdict:
         """Agree with all ranks whether this step goes through, on the largest signal that any has received, and
-        send the step's loss and norm to the host along with that.
+        send the step's loss, its norm and the tables' losses to the host along with that.
         """
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | (self.components.head_optimizer.not_finite() != 0)
+        loss = (losses * self._loss_weights).sum() if self.components.config.table else losses[0]
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        for head in self.components.head_optimizers:
+            bad = bad | (head.not_finite() != 0)
         ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
         mesh = self.components.mesh
         agreed = all_reduce_max(ballot, mesh)
-        return Verdict(torch.cat([agreed, torch.stack([loss, norm.to(loss)])]), mesh.timeout)
+        told = [agreed, torch.stack([loss, norm.to(loss)]), *([losses] if len(losses) > 1 else [])]
+        return Verdict(torch.cat(told), mesh.timeout)

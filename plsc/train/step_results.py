@@ -94,7 +94,7 @@ class StepResults:
         self._skipped_in_a_row = 0
 
     def add(self, enqueued: EnqueuedStep, group: Sequence[MicroBatch], rates: Sequence[float]) -> None:
-        """Take in the step that the position has just counted; ``rates`` are those of backbone and head."""
+        """Take in the step that the position has just counted; ``rates`` are of backbone and tables."""
         self._unread.append(_UnreadStep(self._position.step, enqueued, group, rates))
 
     def read(self, keep: int = 0) -> StepResult | None:

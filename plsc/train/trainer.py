@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError
 from plsc.files import make_folder
+from plsc.loggers import LoggedRun, check_loggers
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main, raise_on_all_ranks
 from plsc.parallel.rank_monitor import RankMonitor
@@ -18,7 +20,7 @@ from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeli
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint
-from plsc.train.components import build, open_training_data, with_preprocessing
+from plsc.train.components import build, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
 from plsc.train.failures import Interrupted, SlowRanks, StopRequest, monitor_ranks
@@ -43,6 +45,7 @@ from plsc.train.stages import RunSchedule
 from plsc.train.state import Position, capture, restore
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 from plsc.train.step_results import KeptBatches, StepResults
+from plsc.train.tables import open_training_data
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
 # What a rank is at, in the order of a step; ranks may work alone for long where it is not of the step itself.
@@ -67,14 +70,14 @@ def train(
         config: see :mod:`plsc.config`.
         mesh: the ranks, from :func:`plsc.init`, with the head groups that ``config.head_ranks`` asks for. They share
             one file system.
-        out: config.toml, classes.json, train.log, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the
-            last weights) and best.safetensors (those of the best mean accuracy).
+        out: config.toml, classes.json, train.log, metrics.jsonl, checkpoints/, model.safetensors (the last weights),
+            best.safetensors (those of the best mean accuracy), and what the loggers of ``log.to`` write.
         resume: None begins a run; "auto" goes on from the newest checkpoint of ``out``, or begins where there
             is none; else a checkpoint's folder, or a run's. After a restart by torchrun, the run that the same
             launch has begun in ``out`` goes on as by "auto".
         quiet: print nothing; train.log is written.
         notes: lines for the head of train.log.
-        loggers: are given what TensorBoard is, on the first rank: functions that are called as
+        loggers: are given the numbers of metrics.jsonl, on the first rank: functions that are called as
             ``logger({"loss": 2.5, "time/head": 0.01, …}, step=100)``, or objects with such a method ``log``. One that
             raises does not end the run; the first error of each is a line of train.log.
         on_hang: called from another thread, on one rank, with the ranks that the others have waited for longer than
@@ -126,8 +129,9 @@ class Trainer:
         launch = current_launch(mesh)
         restarted, resume = on_main(lambda: after_restart(out, resume, launch), mesh)
         raise_on_all_ranks(mesh, lambda: check_folder(out, resume))
-        dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
+        dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config))
         raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
+        raise_on_all_ranks(mesh, lambda: check_loggers(config.log.to) if mesh.is_main else None)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
         self.config, why_precision = resolve_precision(config, mesh, stored)
@@ -144,14 +148,6 @@ class Trainer:
         self.timeline = StepTimeline(mesh.device)
         self.efficiency = EfficiencyMeter(components, self.timeline)
         self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
-        self.metrics = MetricsLog(
-            out,
-            step=self.position.step,
-            tensorboard=self.config.log.tensorboard,
-            enabled=mesh.is_main,
-            loggers=loggers,
-            warn=self.report.line,
-        )
         for line in notes:
             self.report.line(line)
         if mesh.is_main:  # other ranks may hold nothing of the head that it describes
@@ -159,6 +155,16 @@ class Trainer:
         if stored is not None:
             for line in resumption_lines(stored, components, superseded, self._steps_left):
                 self.report.line(line)
+        self.metrics = raise_on_all_ranks(
+            mesh,
+            lambda: MetricsLog(
+                LoggedRun(out, configuration.to_dict(self.config), self.position.step),
+                to=self.config.log.to,
+                enabled=mesh.is_main,
+                loggers=loggers,
+                warn=self.report.line,
+            ),
+        )
 
         # What steps, saves and evaluates.
         self.stepper = Stepper(components)
@@ -265,7 +271,7 @@ class Trainer:
     def epochs_done(self) -> float:
         """Epochs trained, with the share of the present one."""
         state = self.components.loader.state_dict()
-        return state["epoch"] + state["consumed"] / len(self.components.dataset)
+        return state["epoch"] + state["consumed"] / self.components.dataset.mixture.epoch_length
 
     @property
     def _steps_left(self) -> int:
@@ -275,7 +281,7 @@ class Trainer:
         """The micro-batches of each step that is left, through all epochs and stages."""
         while not self.schedule.is_finished:
             self._at("data of step")
-            for group in micro_batches(self.components.loader, self.config.optim.accumulate):
+            for group in micro_batches(self.components.loader, self.config.optim.accumulate, self.components.tables):
                 yield group
                 self._at("data of step")
                 if self.schedule.is_finished:
@@ -336,13 +342,21 @@ class Trainer:
             "lr": self.schedule.rates[0],
             "head_lr": self.schedule.rates[1],
             "grad_norm": result.grad_norm,
-            "head_mean_norm": self.components.head.mean_norm(),
+            "head_mean_norm": self.components.tables[0].head.mean_norm(),
             "loss_scale": self.components.scaler.get_scale(),
             "skipped_steps": self.position.skipped,
+            **self._of_tables(result),
             **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)
         self._slow_ranks.add(self.efficiency.own_seconds)
+
+    def _of_tables(self, result: StepResult) -> dict[str, Any]:
+        """The values of a line of metrics that each of several class tables has; every rank calls."""
+        if not result.table_losses:
+            return {}
+        norms = {table.name: table.head.mean_norm() for table in self.components.tables}
+        return {"table_loss": result.table_losses, "table_mean_norm": norms}
 
     def _result(self, seconds: float, images: int) -> dict[str, Any]:
         return {

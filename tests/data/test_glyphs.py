@@ -15,7 +15,7 @@ import torch
 from fontTools.ttLib import TTFont
 from PIL import Image, ImageDraw, ImageFont
 
-from plsc.data import TrainLoader, is_drawn, open_dataset
+from plsc.data import TrainLoader, has_reader, open_dataset
 from plsc.data.glyphs import fonts, unihan
 from plsc.data.glyphs.fonts import Font, characters_of, installed_fonts, typefaces
 from plsc.data.transforms import RotatedDataset
@@ -243,9 +243,9 @@ def test_without_fonttools_its_name_is_said(in_folder: Path, monkeypatch: pytest
 
 
 def test_drawn_sets_are_told_from_paths() -> None:
-    assert is_drawn("glyphs:han")
-    assert is_drawn("avatars:2x3")
-    assert not any(is_drawn(path) for path in ("glyphs", "faces:1x2", Path("avatars"), "./glyphs:han", ""))
+    assert has_reader("glyphs:han")
+    assert has_reader("avatars:2x3")
+    assert not any(has_reader(path) for path in ("glyphs", "faces:1x2", Path("avatars"), "./glyphs:han", ""))
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_a_run_trains_on_every_label(unihan_folder: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     source = f"glyphs:41-46:{TWO}:variants=4:labels=character+radical+strokes"
     small = {"steps": 3, "data.image_size": 32, "data.batch_size": 8, "data.workers": 0, "optim.warmup_steps": 0}
-    small |= {"data.train": source, "log.tensorboard": "false", "log.every_steps": 1}
+    small |= {"data.train": source, "log.to": "[]", "log.every_steps": 1}
     options = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     assert main(["train", "avatars_quickstart", *options, "--eval.sets", f"glyphs:61-66:{TWO}", "--out", "run"]) == 0
     classes = json.loads(Path("run/classes.json").read_text())["classes"]

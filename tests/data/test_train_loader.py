@@ -19,11 +19,11 @@ from plsc.data import ImageDataset, TrainLoader
 from plsc.data.loader import (
     BatchReader,
     BatchRequest,
-    epoch_order,
     global_batches,
     map_in_workers,
     report_killed_workers,
 )
+from plsc.data.mixture import Mixture
 from plsc.data.transforms import augment_batch, sample_keys
 from plsc.errors import DataError, UsageError
 
@@ -56,7 +56,7 @@ def test_each_sample_once_through_any_resumption(
     size: int, batch: int, worlds: list[int], stops: list[int], seed: int
 ) -> None:
     size = max(size, min(2, batch) * max(worlds))
-    order = epoch_order(size, seed=seed, epoch=1, shuffle=True)
+    order = Mixture((size,)).order(seed=seed, epoch=1, shuffle=True)
     seen: list[int] = []
     consumed = 0
     for number, (world, stop) in enumerate(zip(worlds, stops, strict=False)):
@@ -77,11 +77,12 @@ def test_each_sample_once_through_any_resumption(
 
 
 def test_orders_differ_by_epoch_and_seed() -> None:
-    orders = [tuple(epoch_order(100, seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)]
+    hundred, five = Mixture((100,)), Mixture((5,))
+    orders = [tuple(hundred.order(seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
-    assert tuple(epoch_order(100, seed=1, epoch=1, shuffle=True)) == orders[4]
-    assert list(epoch_order(5, seed=1, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
-    assert epoch_order(5, seed=1, epoch=2, shuffle=True).dtype == np.uint32
+    assert tuple(hundred.order(seed=1, epoch=1, shuffle=True)) == orders[4]
+    assert list(five.order(seed=1, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
+    assert five.order(seed=1, epoch=2, shuffle=True).dtype == np.uint32
 
 
 @pytest.mark.slow

@@ -131,7 +131,17 @@ def test_the_image_is_built_of_what_the_package_needs_and_no_more() -> None:
     assert copied == [". /src", "--from=build /opt/plsc /opt/plsc"]
     assert [name for name, _ in found].index("USER") > max(n for n, (name, _) in enumerate(found) if name == "RUN")
     rules = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-    for needed in ("pyproject.toml", "constraints.txt", "plsc", "models", "data", "tools", "configs", "README.md"):
+    for needed in (
+        "pyproject.toml",
+        "build_backend.py",
+        "constraints.txt",
+        "plsc",
+        "models",
+        "data",
+        "tools",
+        "configs",
+        "README.md",
+    ):
         assert f"!{needed}" in rules
 
 

@@ -11,7 +11,7 @@ from support.pictures import stored
 
 from plsc.data import write_pairs
 from plsc.errors import DataError
-from plsc.evaluation import evaluate, identification, raw_pixels, verification
+from plsc.evaluation import Evaluator, evaluate, identification, raw_pixels, score, verification
 from plsc.evaluation.evaluator import set_names
 from plsc.evaluation.pairs import unit_rows_float32
 from plsc.evaluation.search import no_retrieval, retrieval
@@ -114,6 +114,34 @@ def test_every_rank_gets_the_same_answer_for_any_number_of_ranks(ranks, folder, 
     alone = judge(raw_pixels, sets, batch_size=batch_size, curves=True)
     for result in ranks(world, run_on_ranks, sets, batch_size):
         assert result == alone
+
+
+def collected(mesh, rows, labels, shares):
+    evaluator = Evaluator(mesh)
+    evaluator.update(torch.full((1, rows.shape[1]), 7.0), torch.tensor([0]))
+    evaluator.reset()
+    for part in torch.arange(len(rows)).split(shares)[mesh.rank].split(4):  # on one rank a batch, on others several
+        evaluator.update(torch.from_numpy(rows)[part], torch.from_numpy(labels)[part].int())
+    return evaluator.compute()
+
+
+def test_what_ranks_collect_is_scored_as_a_set_is(ranks, folder):
+    expected = judge(raw_pixels, [folder])["unseen"]
+    files = sorted(folder.glob("*/*.png"))
+    labels = np.array([int(file.parent.name[2:]) for file in files])
+    rows = raw_pixels(decoded([file.read_bytes() for file in files])).numpy()
+    del expected["unreadable"]
+    assert score(torch.from_numpy(rows), torch.from_numpy(labels)) == expected
+    assert ranks(3, collected, rows, labels, [2, 13, len(rows) - 15]) == [expected] * 3
+
+
+def test_what_does_not_fit_or_is_not_there_is_not_scored():
+    with pytest.raises(DataError, match=r"embeddings \(3, 4\) and labels \(2,\) do not fit"):
+        score(torch.ones(3, 4), torch.tensor([0, 1]))
+    with pytest.raises(DataError, match="row 1 is not finite"):
+        score(torch.tensor([[1.0, 2.0], [float("nan"), 1.0]]), torch.tensor([0, 1]))
+    with pytest.raises(DataError, match=r"call update\(\) on every rank"):
+        Evaluator().compute()
 
 
 def test_an_unreadable_image_takes_its_pair_along_and_is_named(tmp_path, pairs, capsys):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,11 +16,11 @@ from gpu_trace.tracer import Counts, Tracer, place_of, traced
 from gpu_trace.triton_launches import launches_recorded
 from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
-from plsc.config import Config, margin_keys
-from plsc.data.loader import TrainLoader
+from plsc.config import Config, TableConfig, margin_keys, table_configs
+from plsc.data.loader import PartOfBatch, TrainLoader
 from plsc.models import backbone, vit
 from plsc.parallel.step_timeline import StepTimeline
-from plsc.train.step import MicroBatch, Stepper
+from plsc.train.step import MicroBatch, Stepper, TableBatch
 
 SMALL = {
     "backbone": "resnet8",
@@ -31,6 +32,10 @@ SMALL = {
 FULL = {"backbone": "iresnet50", "data.image_size": 112, "data.batch_size": 128}
 VIT: dict[str, Any] = {"backbone": "vit_of_4_blocks", "data.image_size": 64, "data.batch_size": 64}
 ADAMW = {"optim.name": "adamw"}
+TABLES = """[
+    {name = "a", classes = 4000000, batch_share = 2.0}, {name = "b", classes = 600000, head.margin = "cosface"},
+    {name = "c", classes = 400000, head.placement = "host", head.sample_rate = 0.1},
+]"""
 
 
 @contextlib.contextmanager
@@ -76,6 +81,11 @@ class Scenario:
             return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
 
     @property
+    def tables(self) -> list[TableConfig]:
+        """Its class tables; none where there is one alone."""
+        return table_configs(self.config) if self.config.table else []
+
+    @property
     def rows(self) -> int:
         """Classes of the first rank's shard."""
         return -(-self.classes // (self.config.head_ranks or self.ranks))
@@ -117,6 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "zero1, 8 ranks": Scenario(8, 1_000_000, {**ADAMW, "parallel.strategy": "zero1"}, (0, 3, 7)),
     "zero1, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "zero1"}, (0, 1023)),
+    "zero2, 8 ranks": Scenario(8, 1_000_000, {**ADAMW, "parallel.strategy": "zero2"}, (0, 7)),
     "fsdp, 8 ranks": Scenario(8, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 3, 7)),
     "fsdp, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 1023)),
     "hsdp, adamw, clipped, 64 ranks": Scenario(
@@ -182,6 +193,8 @@ SCENARIOS: dict[str, Scenario] = {
         8, 8_000_000, {"head.sample_rate": 0.02, "optim.accumulate": 2, "data.batch_size": 128}
     ),
     "three centres, logits stored, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3, "data.batch_size": 128}),
+    "negatives filtered, 8 ranks": Scenario(8, 1_000_000, {"head.negative_filter": 0.6}),
+    "rows frozen, 8 ranks": Scenario(8, 1_000_000, {"head.frozen_rows": "0:60000"}),
     "three centres, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3}, (0, 7)),
     "adamw, float32, sampled, groups of 4, 8 ranks": Scenario(
         8,
@@ -190,6 +203,7 @@ SCENARIOS: dict[str, Scenario] = {
         (0, 7),
     ),
     "8 labels, 8 ranks": Scenario(8, 10_000_000, planned=False, labels=8),
+    "three tables, 8 ranks": Scenario(8, 5_000_000, {"table": TABLES}, planned=False, steps=3),
     **{
         f"{margin}, 8 ranks": Scenario(8, 1_000_000, {"head.margin": margin})
         for margin in margin_keys()
@@ -210,10 +224,12 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
         fake_components(),
         fake_rank(rank, scenario.ranks, config.head_ranks) as mesh,
     ):
-        components = build(config, scenario.classes, mesh)
+        counts = {table.name: table.classes or 0 for table in scenario.tables}
+        components = build(config, counts or scenario.classes, mesh)
         data_rank = components.strategy.data_rank
         group = [_micro_batch(scenario, sizes, data_rank) for _ in range(config.optim.accumulate)]
-        components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes))
+        parts = [PartOfBatch(np.arange(len(rows)), list(of_ranks)) for rows, _, of_ranks in group[0].tables]
+        components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes, parts))
         try:
             _train(Stepper(components), tracer, group, scenario.steps)
         except RuntimeError as error:  # of fake tensors on two devices
@@ -240,6 +256,7 @@ class UpcomingBatch(NamedTuple):
 
     next_labels: Tensor
     next_sizes: list[int]
+    next_parts: list[PartOfBatch]
 
 
 def _micro_batch(scenario: Scenario, sizes: list[int], rank: int) -> MicroBatch:
@@ -248,4 +265,10 @@ def _micro_batch(scenario: Scenario, sizes: list[int], rank: int) -> MicroBatch:
     images = torch.zeros(sizes[rank], *shape, dtype=torch.uint8, pin_memory=True)
     widths = (scenario.labels,) if scenario.labels else ()
     labels = torch.zeros(sizes[rank], *widths, dtype=torch.int64, pin_memory=True)
-    return MicroBatch(images, labels, sizes)
+    tables = []
+    shares = sum(table.batch_share for table in scenario.tables)
+    for table in scenario.tables:
+        of_ranks = [round(size * table.batch_share / shares) for size in sizes]
+        rows, own = (torch.zeros(of_ranks[rank], dtype=torch.int64, pin_memory=True) for _ in range(2))
+        tables.append(TableBatch(rows, own, of_ranks))
+    return MicroBatch(images, labels, sizes, tables=tables)

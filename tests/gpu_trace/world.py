@@ -21,8 +21,9 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_trace.tracer import Tracer
-from plsc.config import Config
+from plsc.config import Config, table_configs
 from plsc.data.dataset import ImageDataset
+from plsc.data.joined import JoinedDataset
 from plsc.head import class_table
 from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
@@ -157,10 +158,15 @@ def _renew_first_norms(table: ClassRows, index: slice | Tensor) -> None:
 _RENEW_NORMS = class_table.renew_norms
 
 
-def build(config: Config, classes: int, mesh: Mesh) -> TrainComponents:
-    """The components of a run of ``config`` over ``classes`` classes."""
+def build(config: Config, classes: int | dict[str, int], mesh: Mesh) -> TrainComponents:
+    """The components of a run of ``config`` over ``classes`` classes, or over those of each of several tables."""
     images = max(2 * config.data.batch_size * mesh.world_size * config.optim.accumulate, 2)
-    return components.build(config, BlankImages(classes, images, config.data.preprocessing.image_size), mesh)
+    size = config.data.preprocessing.image_size
+    if isinstance(classes, int):
+        return components.build(config, BlankImages(classes, images, size), mesh)
+    parts = {name: BlankImages(count, images, size) for name, count in classes.items()}
+    shares = [table.batch_share for table in table_configs(config)]
+    return components.build(config, JoinedDataset(parts, shares, list(classes.values())), mesh)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

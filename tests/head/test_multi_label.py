@@ -255,6 +255,12 @@ def test_what_means_nothing_together_is_refused():
     head = plsc.ShardedHead(8, 11, margin=plsc.CurricularFace())
     with pytest.raises(UsageError, match="CurricularFace compares negatives"):
         head(torch.ones(2, 8), torch.zeros(2, 2, dtype=torch.int64))
+    for options in ({"label_reduction": "sum"}, {"positives": "kept"}):
+        with pytest.raises(UsageError, match=f"MLCD has one term for all labels.*{next(iter(options))}"):
+            plsc.ShardedHead(8, 11, margin="mlcd", **options)
+    head = plsc.ShardedHead(8, 11, margin=plsc.MLCD())
+    with pytest.raises(UsageError, match="MLCD joins all labels"):
+        head(torch.ones(2, 8), torch.zeros(2, 3, dtype=torch.int64), weights=torch.ones(2, 3))
     with pytest.raises(UsageError, match="positives must be excluded or kept"):
         plsc.ShardedHead(8, 11, positives="both")
     with pytest.raises(UsageError, match="weights must be"):

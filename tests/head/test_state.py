@@ -13,7 +13,7 @@ from plsc.errors import LabelError, UsageError
 from plsc.head import global_batch
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import class_range
-from plsc.optim import GradScaler, clip_grad_norm_
+from plsc.optim import GradScaler, HeadState, clip_grad_norm_
 from plsc.parallel import Mesh
 
 
@@ -314,6 +314,49 @@ def test_the_scale_cancels_out(ranks, world, head_ranks):
         assert (stepped, scale) == (True, 1024.0)
         assert net.any()
         assert torch.allclose(table, unscaled, rtol=1e-4, atol=1e-8)
+
+
+KINDS = {
+    "sgd": (plsc.HeadSGD, {"momentum": 0.9}, {}),
+    "adamw, int8, statistics, sub-centres": (
+        plsc.HeadAdamW,
+        {},
+        {"momentum_dtype": "int8", "weight_dtype": "bfloat16", "margin": plsc.CurricularFace(), "centers": 2},
+    ),
+}
+
+
+def steps_of_a_state(mesh, folder, kind, steps, first):
+    """The losses of ``steps`` after those of the state in ``folder``, where there is one; saves the state."""
+    from torch.distributed import checkpoint
+
+    optimizer_kind, values, options = KINDS[kind]
+    head = plsc.ShardedHead(16, 23, mesh, **{"margin": plsc.CosFace(s=16.0, m=0.1), **options})
+    optimizer = optimizer_kind(head, lr=0.2 if first == 0 else 0.7, **values)
+    states, group = {"head": HeadState(optimizer)}, mesh.group
+    alone = {"no_dist": True} if group is None else {"process_group": group}
+    if first:
+        checkpoint.load(states, checkpoint_id=folder / str(first), **alone)
+    losses = []
+    for step in range(first, first + steps):
+        x, y = (part.tensor_split(mesh.world_size)[mesh.rank] for part in some_batch(step))
+        loss = head(x.requires_grad_(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        losses.append(loss.item())
+    checkpoint.save(states, checkpoint_id=folder / str(first + steps), **alone)
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_at_any_number_of_ranks(ranks, tmp_path, kind):
+    expected = ranks(1, steps_of_a_state, tmp_path / "whole", kind, 6, 0)[0]
+    found = ranks(3, steps_of_a_state, tmp_path, kind, 2, 0)[0]
+    found += ranks(2, steps_of_a_state, tmp_path, kind, 2, 2)[0]
+    found += ranks(1, steps_of_a_state, tmp_path, kind, 2, 4)[0]
+    assert found == pytest.approx(expected, rel=1e-3 if "int8" in kind else 1e-5)
+    assert found[2] != pytest.approx(found[0], rel=1e-2)
 
 
 def plain_step(mesh):

@@ -1,5 +1,7 @@
 """Asking for backbones: names, sizes, options, and what a wrong request is told."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +75,7 @@ def test_wrong_numbers_and_options_are_refused_in_one_line(request_: dict[str, o
 
 
 def test_a_registered_function_is_created_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbone, "_builders", dict(backbone._builders))
+    monkeypatch.setattr(backbone, "_builders", copy.copy(backbone._builders))
 
     @plsc.models.register
     def my_backbone(embedding_dim: int, image_size: int) -> plsc.models.Backbone:

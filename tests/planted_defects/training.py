@@ -209,10 +209,38 @@ TRAINING = (
         ("tests/optim/test_schedules.py",),
     ),
     Defect(
+        "classes near to the label's stay its negatives",
+        "plsc/head/negative_filter.py",
+        "z.masked_fill_(cos >= limits, -torch.inf)",
+        "z.masked_fill_(cos >= 2 * limits, -torch.inf)",
+        ("tests/head/test_negative_filter.py",),
+    ),
+    Defect(
+        "frozen rows take the norms of their updates",
+        "plsc/head/frozen_rows.py",
+        "tables = [chunk.table.weight, chunk.table.inverse_norm]",
+        "tables = [chunk.table.weight]",
+        ("tests/head/test_frozen_rows.py",),
+    ),
+    Defect(
+        "every table learns from the first images of the batch",
+        "plsc/train/step.py",
+        "embeddings[rows.to(embeddings.device, non_blocking=True)]",
+        "embeddings[: len(rows)]",
+        ("tests/train/test_tables_train.py",),
+    ),
+    Defect(
+        "a part of a mixture begins anew in every epoch",
+        "data/mixture.py",
+        "start, stop = epoch * count, (epoch + 1) * count",
+        "start, stop = 0, count",
+        ("tests/data/test_mixture.py",),
+    ),
+    Defect(
         "an overflow on one rank skips that rank's step alone",
         "plsc/optim/gradients.py",
-        "agreed = all_reduce_max(self._not_finite(backbone, head), self.mesh)",
-        "agreed = self._not_finite(backbone, head)",
+        "agreed = all_reduce_max(self._not_finite(backbone, heads), self.mesh)",
+        "agreed = self._not_finite(backbone, heads)",
         ("tests/head/test_state.py",),
     ),
     Defect(
@@ -304,8 +332,8 @@ TRAINING = (
     Defect(
         "a short micro-batch counts as much as a whole one",
         "plsc/train/step.py",
-        "share = sum(sizes) / samples",
-        "share = 1 / max(round(samples / sum(sizes)), 1)",
+        "share = sum(own[2]) / sum(samples)",
+        "share = 1 / max(round(sum(samples) / sum(own[2])), 1)",
         ("tests/train/test_trainer.py",),
     ),
     Defect(
@@ -335,8 +363,8 @@ TRAINING = (
     Defect(
         "the host waits for the loss of every micro-batch",
         "plsc/train/step.py",
-        "total += loss.detach().double() * share",
-        "total += loss.item() * share",
+        "totals[number].add_(loss.detach().double() * share)",
+        "totals[number].add_(loss.item() * share)",
         ("tests/gpu_trace/test_training_step.py",),
     ),
     Defect(
@@ -435,5 +463,12 @@ TRAINING = (
         "grid = (2 * origin + 1) / [width, height] - 1",
         "grid = 2 * origin / [width, height] - 1",
         ("tests/data/test_alignment.py",),
+    ),
+    Defect(
+        "a loop's checkpoint forgets the state of the head's optimizer",
+        "plsc/optim/head_optimizers.py",
+        '            **optimizer.sharded_state(),\n            "forwards"',
+        '            "forwards"',
+        ("tests/examples/test_examples.py",),
     ),
 )

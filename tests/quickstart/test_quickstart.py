@@ -4,15 +4,12 @@ import html
 import json
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx
 import pytest
+from support.waiting import serving
 
 import plsc
 from plsc import config
@@ -96,21 +93,6 @@ def test_config_loads_and_never_trains_on_the_unseen():
     identities = int(re.fullmatch(r"avatars:(\d+)x\d+", shipped.data.train).group(1))
     assert 2000 <= identities < 1_000_000
     assert shipped.eval.sets == (UNSEEN,)
-
-
-@contextmanager
-def serving(arguments: list[str]) -> Iterator[str]:
-    """``plsc`` with these arguments on a free port; gives its address."""
-    command = [sys.executable, "-m", "plsc.tools.entry", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert "serving at http://127.0.0.1:" in line, process.communicate()
-        yield line.split()[2].rstrip(":")
-    finally:
-        process.terminate()
-        assert process.communicate(timeout=60) == ("", "")
 
 
 def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finished):

@@ -13,7 +13,8 @@ from support.waiting import held_up
 
 from plsc.errors import DeadlineError
 from plsc.gallery.backends import open_store
-from plsc.gallery.filters import Filter
+from plsc.gallery.filters import Filter, UnfinishedFilter
+from plsc.gallery.sqlite import store as sqlite_store
 from plsc.gallery.values import NewPerson
 
 PERSONS = 20_000
@@ -81,6 +82,26 @@ def test_what_was_acknowledged_is_found_by_later_filtered_searches(live):
     ended.set()
     asking.join()
     assert statuses == {200}
+
+
+def test_a_filter_in_pieces_is_of_one_moment(tmp_path, monkeypatch):
+    """Who fulfilled one condition before a change, and another after it, never matched."""
+    monkeypatch.setattr(sqlite_store, "_LOOKED_UP_AT_ONCE", 1)
+    with closing(open_store(tmp_path / "store")) as opened:
+        store: Any = opened
+        store.create_collection("staff", DIM, "c")
+        people = [NewPerson(row[None], None, {"a": 1, "b": b}) for row, b in zip(vectors(2), (2, 1), strict=True)]
+        mover, _ = store.add_persons("staff", people, "c")
+        for changed in (False, True):
+            filter = store.prepare_filter("staff", Filter.parse({"a": 1, "b": 1, "c": {"exists": changed}}))
+            pieces = 0
+            while isinstance(filter, UnfinishedFilter):
+                if changed:
+                    store.update_person("staff", mover.id, metadata={"a": 2, "b": 1, "c": 1})
+                filter, pieces = store.prepare_filter("staff", filter), pieces + 1
+            assert pieces == (1 if changed else 2), "a change ends the pieces"
+            found = [match.person for match in store.search("staff", vectors(1), filter=filter)[0]]
+            assert found == ([] if changed else [mover.id + 1])
 
 
 @pytest.mark.slow

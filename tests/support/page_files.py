@@ -20,9 +20,9 @@ PERSONS, PICTURES, SIDE = 11, 4, 32
 LANDMARKS = scrfd.POINTS * 8 + 36  # of the face that the stand-in detector finds in `photo`
 
 
-def crops(folder: Path, first: int = 0) -> None:
+def crops(folder: Path, first: int = 0, persons: int = PERSONS) -> None:
     """Write a folder per identity, with drawn faces."""
-    for person in range(PERSONS):
+    for person in range(persons):
         (folder / f"person-{person}").mkdir(parents=True)
         for number in range(PICTURES):
             picture = Image.fromarray(render_avatar(first + person, number, SIDE))
@@ -163,6 +163,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "pairs.txt": pair_list,
     "faces/": crops,
     "unseen/": lambda path: crops(path, first=5000),
+    "people/": lambda path: crops(path, first=6000, persons=30),  # half of them judge int8
     "photos/": photos,
     ".rec": records,
     ".csv": landmarks,

@@ -314,6 +314,7 @@ class PageRun:
 
     def _file_block(self, argv: list[str]) -> int:
         block = self._blocks[int(argv[0])]
+        Path(block.title).parent.mkdir(parents=True, exist_ok=True)
         Path(block.title).write_text(self._adapted(block.text), encoding="utf-8")
         return 0
 
@@ -390,7 +391,7 @@ _SMALL_RUN: dict[str, Any] = {
     "optim.lr": 0.001,
     "optim.warmup_epochs": None,
     "optim.warmup_steps": 0,
-    "log.tensorboard": False,
+    "log.to": (),
 }
 
 

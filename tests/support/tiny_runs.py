@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {
     "optim.lr": 0.05,
     "optim.warmup_steps": 2,
     "log.every_steps": 1,
-    "log.tensorboard": False,
+    "log.to": (),
     "eval.every_steps": 0,
     "checkpoint.every_steps": 4,
 }  # 60 images: 5 steps an epoch, 20 in all
@@ -177,16 +177,17 @@ def poisoned(
     compute, same, now = Stepper._loss, list[bool](), -1
 
     def state(components: Any) -> list[Tensor]:
-        shards = [*components.head.sharded_state().values(), *components.head_optimizer.sharded_state().values()]
-        tensors = [*components.strategy.backbone.state_dict().values(), *components.head.margin_state.values()]
+        (table,) = components.tables
+        shards = [*table.head.sharded_state().values(), *table.optimizer.sharded_state().values()]
+        tensors = [*components.strategy.backbone.state_dict().values(), *table.head.margin_state.values()]
         tensors += [shard.blocks[0].local for shard in shards]
         tensors += [] if components.average is None else components.average.values.values()
         tensors += [t for entry in components.optimizer.state.values() for t in entry.values()] if now > 0 else []
         return [tensor.clone() for tensor in tensors if isinstance(tensor, Tensor)]
 
-    def poisoning(self: Any, total: Any, share: Any, upcoming: Any, embeddings: Any, *rest: Any) -> Any:
+    def poisoning(self: Any, totals: Any, group: Any, batch: Any, upcoming: Any, embeddings: Any, *rest: Any) -> Any:
         factor = float("inf") if now in bad_steps and mesh.rank == rank else 1.0
-        return compute(self, total, share, upcoming, embeddings * factor, *rest)
+        return compute(self, totals, group, batch, upcoming, embeddings * factor, *rest)
 
     def stepping(take: Any, stepper: Any, group: Any, number: int, stop: int) -> Any:
         nonlocal now

@@ -1,5 +1,7 @@
 """Waiting in tests for what happens by itself, and holding up what would happen too soon."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,3 +33,28 @@ def held_up(owner: Any, method: str) -> Iterator[tuple[threading.Semaphore, thre
     finally:
         go_on.set()
         setattr(owner, method, original)
+
+
+@contextmanager
+def serving(
+    arguments: list[str], *, python: Any = sys.executable, audits: bool = False, **options: Any
+) -> Iterator[str]:
+    """``plsc`` with these arguments in a process of its own on a free port; gives its address once it serves.
+
+    Args:
+        arguments: of ``plsc``.
+        python: the interpreter.
+        audits: the store is no folder, whose service writes its audit log to stderr; else it is silent.
+        options: of the process, as ``cwd``.
+    """
+    command = [python, "-m", "plsc.tools.entry", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "serving at http://127.0.0.1:" in line, process.communicate()
+        yield line.split()[2].rstrip(":")
+    finally:
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+        assert (out, bool(err), process.returncode) == ("", audits, 0), err

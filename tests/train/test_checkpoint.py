@@ -128,7 +128,7 @@ def rated(mesh: Any, out: Path, changes: dict[str, Any], accuracies: list[float]
     """Train with evaluations whose mean accuracies are given."""
     given_results = iter(accuracies)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "evaluate_sets", lambda components: {"a": {"accuracy": next(given_results)}})
+        patch.setattr(evaluate, "evaluate_sets", lambda *_: {"a": {"accuracy": next(given_results)}})
         patch.setattr(evaluate, "summary", lambda results: results)
         patch.setattr(evaluate, "_format_result", str)
         patch.setattr(trainer, "check_sets", lambda configuration: None)

@@ -38,6 +38,14 @@ def test_runs_with_each_hook_follow_the_plain_one(tmp_path: Path, ranks: Ranks) 
 
 
 @pytest.mark.slow
+def test_several_communicators_change_no_bit(tmp_path: Path, ranks: Ranks) -> None:
+    for hook, strategy in (("none", "ddp"), ("bf16", "zero1")):
+        changes = {"parallel.bucket_mb": 0.01, "parallel.strategy": strategy}  # more buckets than communicators
+        one = trained(ranks, tmp_path / hook / "one", hook, **changes)
+        assert trained(ranks, tmp_path / hook / "three", hook, **changes, **{"parallel.communicators": 3}) == one
+
+
+@pytest.mark.slow
 def test_dgc_that_sends_all_is_the_plain_run(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"optim.accumulate": 2, "parallel.bucket_mb": 0.01}
     whole = trained(ranks, tmp_path / "none", "none", **changes)

@@ -49,7 +49,8 @@ def operations(mesh: Any, changes: dict[str, Any]) -> tuple[list[str], list[str]
     """What a third step waits for, and the order in which two steps vote and verdicts are read."""
     from plsc import config
     from plsc.train import step
-    from plsc.train.components import build, open_training_data
+    from plsc.train.components import build
+    from plsc.train.tables import open_training_data
 
     register_tiny()
     configuration = config.load(None, {**TINY, **changes})
@@ -68,9 +69,9 @@ def operations(mesh: Any, changes: dict[str, Any]) -> tuple[list[str], list[str]
 
     spying = patch.object(step.Stepper, "_vote", voting), patch.object(Verdict, "numbers", reading)
     with LATE, spying[0], spying[1], patch.dict(os.environ, PLSC_HEAD_BACKEND="torch"):
-        components = build(configuration, open_training_data(configuration.data), mesh)
+        components = build(configuration, open_training_data(configuration), mesh)
         stepper = step.Stepper(components)
-        groups = step.micro_batches(components.loader, configuration.optim.accumulate)
+        groups = step.micro_batches(components.loader, configuration.optim.accumulate, components.tables)
         for number in range(2):
             stepper.step(next(groups), number)
         group = next(groups)

@@ -82,7 +82,7 @@ def test_centres_of_a_sampled_step() -> None:
 def head_products(mesh: Any, changes: dict[str, Any]) -> tuple[float, float]:
     """FLOPs of the head for an image as a run tells them, and this rank's part of those of the passes that it makes."""
     meter = _meter(mesh, {"data.train": "avatars:40x1", **changes})
-    head, config = meter._components.head, meter._components.config
+    head, config = meter._components.tables[0].head, meter._components.config
     counted, steps = 0, 50
     first_pass, dim = head.backend.first_pass, config.embedding_dim
 
@@ -228,12 +228,13 @@ def test_power_is_that_of_all_ranks_where_it_is_known(ranks: Ranks) -> None:
 def _meter(mesh: Any, changes: dict[str, Any]) -> Any:
     from plsc import config
     from plsc.parallel.step_timeline import StepTimeline
-    from plsc.train.components import build, open_training_data
+    from plsc.train.components import build
     from plsc.train.efficiency import EfficiencyMeter
+    from plsc.train.tables import open_training_data
 
     register_tiny()
     configuration = config.load(None, {**TINY, **changes})
-    components = build(configuration, open_training_data(configuration.data), mesh)
+    components = build(configuration, open_training_data(configuration), mesh)
     return EfficiencyMeter(components, StepTimeline(mesh.device))
 
 

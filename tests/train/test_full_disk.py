@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plsc.files import AppendFile
+from plsc.loggers import LoggedRun
 from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.report import LOG, RunReport
 
@@ -67,7 +68,7 @@ def test_a_device_without_space_is_no_error() -> None:
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_metrics_of_steps_on_a_full_disk_are_written_later(tensorboard: bool, tmp_path: Path) -> None:
-    metrics = MetricsLog(tmp_path, step=0, tensorboard=tensorboard, enabled=True)
+    metrics = MetricsLog(LoggedRun(tmp_path, {}, 0), to=("tensorboard",) if tensorboard else (), enabled=True)
     report = RunReport(tmp_path, enabled=True, quiet=True)
     for step in range(1, 4):
         metrics.write(step, {"loss": float(step)})
@@ -89,7 +90,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(tensorboard: bool, tm
 
 def test_tensorboard_shows_no_point_twice_after_a_restart(tmp_path: Path) -> None:
     for first, last in [(1, 6), (4, 8)]:  # a run that was killed after step 5, and resumed from step 3
-        metrics = MetricsLog(tmp_path, step=first - 1, tensorboard=True, enabled=True)
+        metrics = MetricsLog(LoggedRun(tmp_path, {}, first - 1), to=("tensorboard",), enabled=True)
         for step in range(first, last):
             metrics.write(step, {"loss": float(step), "eval": {"lfw": {"accuracy": 0.5}}})
         metrics.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.tiny_runs import run
+from support.tiny_runs import run, run_until, stored
 
 import plsc
 from plsc.embedding.set_writer import write_embedding_set
@@ -62,6 +62,27 @@ def test_a_run_starts_from_centres_and_says_so(ranks, tmp_path):
     changes = {"head.init_rows": str(tmp_path / "centres.npy"), "data.train": "avatars:6x4", "embedding_dim": 16}
     ranks(1, run, tmp_path / "run", {**changes, "steps": 2, "epochs": None})
     assert "class table from head.init_rows" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks, tmp_path):
+    centres = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
+    np.save(tmp_path / "centres.npy", centres)
+    changes = {
+        "head.init_rows": str(tmp_path / "centres.npy"),
+        "head.frozen_rows": "0:4",
+        "head.negative_filter": 0.3,
+        "data.train": "avatars:6x8",
+        "data.batch_size": 4,
+        "epochs": None,
+        "steps": 4,
+    }
+    out = tmp_path / "run"
+    ranks(2, run_until, out, changes, None, 2)
+    ranks(1, run, out, {**changes, "data.batch_size": 8}, "auto")
+    weight = ranks(1, stored, out, 4, "head.")[0]["weight"]
+    expected = torch.from_numpy(centres / np.linalg.norm(centres, axis=1, keepdims=True)) * 0.01 * 16**0.5
+    torch.testing.assert_close(weight[:4].float(), expected[:4], rtol=1e-5, atol=0)
+    assert (weight[4:].float() - expected[4:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from support.tiny_runs import TINY, register_tiny
 
 from plsc.errors import UsageError
+from plsc.loggers import LoggedRun
 from plsc.train.metrics import MetricsLog, read_metrics
 
 Ranks = Any
@@ -73,14 +74,13 @@ def test_loggers_get_what_tensorboard_gets(tmp_path: Path, ranks: Ranks) -> None
 
 def test_what_is_no_logger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a logger is a function of \(values, step=N\) or has a method log\(\)"):
-        MetricsLog(tmp_path, step=0, tensorboard=False, enabled=True, loggers=["wandb"])  # type: ignore[list-item]
+        MetricsLog(LoggedRun(tmp_path, {}, 0), enabled=True, loggers=["wandb"])  # type: ignore[list-item]
 
 
 def test_ranks_but_the_first_call_no_logger(tmp_path: Path) -> None:
     called: list[int] = []
-    log = MetricsLog(
-        tmp_path, step=0, tensorboard=False, enabled=False, loggers=[lambda values, step: called.append(step)]
-    )
+    run, append = LoggedRun(tmp_path, {}, 0), lambda values, step: called.append(step)
+    log = MetricsLog(run, enabled=False, loggers=[append])
     log.write(1, {"loss": 1.0})
     log.close()
     assert called == []
@@ -88,9 +88,8 @@ def test_ranks_but_the_first_call_no_logger(tmp_path: Path) -> None:
 
 def test_numbers_alone_reach_a_logger(tmp_path: Path) -> None:
     got: list[dict[str, float]] = []
-    log = MetricsLog(
-        tmp_path, step=0, tensorboard=False, enabled=True, loggers=[lambda values, step: got.append(values)]
-    )
+    run, append = LoggedRun(tmp_path, {}, 0), lambda values, step: got.append(values)
+    log = MetricsLog(run, enabled=True, loggers=[append])
     log.write(3, {"loss": float("nan"), "mfu": None, "time": {"head": 1}, "done": True, "name": "x"})
     log.close()
     assert set(got[0]) == {"loss", "time/head"}

@@ -27,7 +27,7 @@ def in_two_halves(mesh: Any, out: Path, changes: dict[str, Any], resumed: dict[s
 
     def building(*arguments: Any) -> Any:
         components = original(*arguments)
-        heads.append(components.head_optimizer)
+        heads.append(components.head_optimizers[0])
         return components
 
     with patch.object(trainer, "build", building):

@@ -22,6 +22,7 @@ SETUP: dict[str, Any] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"parallel.strategy": "zero1"},
+    "zero2": {"parallel.strategy": "zero2"},
     "fsdp": {"parallel.strategy": "fsdp"},
     "hsdp": {"parallel.strategy": "hsdp", "parallel.shard_ranks": 2},
     "offloaded": {"parallel.strategy": "fsdp", "parallel.offload": True},
@@ -55,7 +56,9 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("fsdp", 2), ("zero1", 4), ("fsdp", 4), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("zero1", 2), ("fsdp", 2), ("zero1", 4), ("zero2", 4), ("fsdp", 4), ("hsdp", 4)]
+)
 def test_losses_are_those_of_one_process(
     strategy: str, world: int, variant: str, alone: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -98,7 +101,7 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
 @pytest.mark.parametrize(
     "course",
     [
-        [("fsdp", 2), ("ddp", 1), ("zero1", 2), ("hsdp", 4)],
+        [("fsdp", 2), ("ddp", 1), ("zero2", 2), ("hsdp", 4)],
         [("zero1", 4), ("fsdp", 4), ("ddp", 2), ("offloaded", 2)],
     ],
     ids=["from fsdp", "from zero1"],
@@ -128,13 +131,14 @@ def kept_by_a_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, 
 def test_a_rank_keeps_its_share(ranks: Ranks, tmp_path: Path) -> None:
     kept = {
         name: ranks(4, kept_by_a_rank, tmp_path / name, {**SETUP, **STRATEGIES[name], "data.batch_size": 3})
-        for name in ("ddp", "zero1", "fsdp", "hsdp")
+        for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     }
     whole, states = kept["ddp"][0]
-    assert sum(weights for weights, _ in kept["fsdp"]) == whole
+    for name in ("zero2", "fsdp"):
+        assert sum(weights for weights, _ in kept[name]) == whole, name
     assert sum(weights for weights, _ in kept["hsdp"]) == 2 * whole
     assert [weights for weights, _ in kept["zero1"]] == [whole] * 4
-    for name, copies in (("zero1", 1), ("fsdp", 1), ("hsdp", 2)):
+    for name, copies in (("zero1", 1), ("zero2", 1), ("fsdp", 1), ("hsdp", 2)):
         assert sum(state for _, state in kept[name]) == copies * states, name
         assert max(state for _, state in kept[name]) < states, name
 

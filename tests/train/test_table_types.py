@@ -21,7 +21,7 @@ SHORT = {"epochs": None, "steps": 3, "checkpoint.every_steps": 0, "head.centers"
 def tables(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     """All rows of the class table and its state in float64, as the run in ``out`` is resumed, and its log's lines."""
     with open_trainer(mesh, out, changes) as trainer:
-        head, state = trainer.components.head, trainer.components.head_optimizer.tables
+        head, state = trainer.components.tables[0].head, trainer.components.head_optimizers[0].tables
         found = {name: table.read(slice(None), torch.float64) for name, table in state.items()}
         found["weight"] = head.weight.detach().double()
     return found, (out / "train.log").read_text().splitlines()

@@ -27,7 +27,7 @@ SMALL = {
     "data.batch_size": 20,
     "data.workers": 0,
     "eval.sets": ["avatars:6x3@100"],
-    "log.tensorboard": False,
+    "log.to": (),
     "checkpoint.every_steps": 3,
 }
 

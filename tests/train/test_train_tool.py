@@ -22,7 +22,7 @@ batch_size = 4
 workers = 1
 [log]
 every_steps = 1
-tensorboard = false
+to = []
 """
 
 

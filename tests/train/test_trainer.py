@@ -23,7 +23,7 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
         "eval.sets": ["avatars:6x3@100", "avatars:5x3@200"],
         "eval.every_steps": 8,
         "log.every_steps": 5,
-        "log.tensorboard": True,
+        "log.to": ("tensorboard",),
         "checkpoint.keep": 2,
         "data.batch_size": 6,
     }

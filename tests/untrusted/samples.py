@@ -20,7 +20,7 @@ precision = "fp32"
 steps = 1
 data = { train = "avatars:4x3", image_size = 32, batch_size = 4, workers = 0 }
 checkpoint = { every_steps = 1 }
-log = { tensorboard = false }
+log = { to = [] }
 """
 
 

@@ -269,13 +269,25 @@ class SqliteRows(Rows):
         for key, value in person.metadata.items():
             yield self.number, key, kind_of(value), value, person.id
 
-    def matching(self, filter: Filter) -> Int64:
-        """Return the persons that match, ascending."""
-        text, values = self._filter_clause(filter)
-        # Thousands of ids in a row: sqlite3 releases the interpreter lock for each row that it fetches.
-        select = f"SELECT group_concat(p.id) FROM persons p WHERE p.collection = ?{text} GROUP BY p.id >> 14"
-        parts = [np.fromstring(row[0], np.int64, sep=",") for row in self.db.execute(select, (self.number, *values))]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+    def narrow(self, persons: Int64 | None, condition: Condition) -> Int64:
+        """Return those of ``persons`` (None: everybody) who match a condition, ascending.
+
+        Sets are joined here and not in SQL, which would look each person up in all of them: that takes three times as
+        long, and is one piece.
+        """
+        self.db.execute("DELETE FROM temp.wanted")
+        found = self._ids(*self._matching_persons(0, condition))
+        if not condition.excludes:
+            return found if persons is None else np.intersect1d(persons, found, assume_unique=True)
+        if persons is None:
+            persons = self._ids("SELECT id AS person FROM persons WHERE collection = ?", [self.number])
+        return np.setdiff1d(persons, found, assume_unique=True)
+
+    def _ids(self, select: str, values: Sequence[Any]) -> Int64:
+        """Return what ``select`` has as person, ascending; each once."""
+        # As one text: sqlite3 releases the interpreter lock for each row that it fetches.
+        (text,) = self.db.execute(f"SELECT group_concat(person) FROM ({select})", values).fetchone()
+        return np.sort(np.fromstring(text or "", np.int64, sep=","))
 
     def _filter_clause(self, filter: Filter | None) -> tuple[str, list[Any]]:
         """Return SQL that begins with AND, or "" without a filter, and its parameters.

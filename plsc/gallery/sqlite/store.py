@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from plsc.errors import StorageError, UsageError
-from plsc.gallery.filters import Filter, PreparedFilter
+from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
@@ -37,12 +37,13 @@ from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.store import Change, Store, note_change
 from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
-from plsc.index.rows import unit_vectors
+from plsc.index.rows import Int64, unit_vectors
 
 _T = TypeVar("_T")
 
 _RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
 _MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
+_LOOKED_UP_AT_ONCE = 50_000  # people times conditions of a filter: about 20 ms
 
 
 class SqliteStore(Store):
@@ -257,27 +258,53 @@ class SqliteStore(Store):
     ) -> list[list[Match]]:
         state = self._state(collection)
         units = unit_vectors(queries, state.info.dim)
-        view, masks = filter.found if isinstance(filter, PreparedFilter) else self._matching_rows(state, filter)
+        view: SegmentView
+        if isinstance(filter, PreparedFilter):
+            view, masks = filter.found
+        else:
+            view, masks = self._matching_rows(state, filter, "" if filter is None else repr(filter.conditions))
         return view.search(units, k, threshold, masks)
 
-    def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter:
-        """Look up who matches, so that a search with the result, on another thread, needs SQLite no more."""
-        found = self._matching_rows(self._state(collection), filter)
-        return PreparedFilter(filter.conditions, found, (id(found[0]), repr(filter.conditions)))
+    def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter | UnfinishedFilter:
+        """Look up who matches, so that a search with the result, on another thread, needs SQLite no more.
 
-    def _matching_rows(self, state: CollectionState, filter: Filter | None) -> tuple[SegmentView, RowMasks]:
+        Where that takes long, a few conditions are looked up at a time.
+        """
+        state = self._state(collection)
+        key = repr(filter.conditions)  # not the filter itself: to Python, 1 equals True
+        if key not in state.view.masks and (unfinished := self._look_further(state, filter)) is not None:
+            return unfinished
+        found = self._matching_rows(state, filter, key)
+        return PreparedFilter(filter.conditions, found, (id(found[0]), key))
+
+    def _look_further(self, state: CollectionState, filter: Filter) -> UnfinishedFilter | None:
+        """Look up the next conditions of many; None when it is time to finish: few are left, or something changed."""
+        begun = filter if isinstance(filter, UnfinishedFilter) else None
+        first = 0 if begun is None else begun.looked_up
+        last = first + max(_LOOKED_UP_AT_ONCE // max(state.view.remaining_count, 1), 1)
+        if last >= len(filter.conditions):
+            return None
+        with self._rows_now(state) as rows:
+            change = records.last_id(rows.db, records.CHANGES)
+            if begun is not None and begun.change != change:
+                return None
+            found = None if begun is None else begun.found
+            for condition in filter.conditions[first:last]:
+                found = rows.narrow(found, condition)
+        return UnfinishedFilter(filter.conditions, found, last, change)
+
+    def _matching_rows(self, state: CollectionState, filter: Filter | None, key: str) -> tuple[SegmentView, RowMasks]:
         """Return the present view and its rows that match, of which SQLite answers as of the view, or later."""
         view = state.view
         if state.has_expired:
             with self._rows_now(state) as rows:
                 view = view.without(rows.expired_faces())
-        key = "" if filter is None else repr(filter.conditions)  # not the filter itself: to Python, 1 equals True
         masks = view.masks.get(key)
         if masks is None:
             persons = None
             if filter is not None:
-                with self._rows_now(state) as rows:
-                    persons = rows.matching(filter)
+                with self._database.snapshot() as db:
+                    persons = _matching(SqliteRows(db, state.number, state.info), filter)
             masks = view.masks_of(persons)
             view.cache_masks(key, masks)
         return view, masks
@@ -357,6 +384,16 @@ class SqliteStore(Store):
         if state is None:
             raise no_collection(name)
         return state
+
+
+def _matching(rows: SqliteRows, filter: Filter) -> Int64 | None:
+    """Return the persons that match, as of one moment: what was looked up before counts if nothing changed since."""
+    found, first = None, 0
+    if isinstance(filter, UnfinishedFilter) and records.last_id(rows.db, records.CHANGES) == filter.change:
+        found, first = filter.found, filter.looked_up
+    for condition in filter.conditions[first:]:
+        found = rows.narrow(found, condition)
+    return found
 
 
 class Reserve:

@@ -36,6 +36,7 @@ class HeadShape:
         margin: of the softmax.
         fp32_precision: of the products over a float32 table.
         num_classes: of all ranks, which bounds the logits that kernels take; where it is not given, a billion.
+        filters_negatives: whether negatives near to a label's class are left out.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class HeadShape:
     margin: Margin
     fp32_precision: Fp32Precision = "ieee"
     num_classes: int = 10**9
+    filters_negatives: bool = False
 
     @property
     def products(self) -> str:
@@ -62,6 +64,8 @@ class HeadShape:
         """Why no kernel can take the passes: their logits are s·cos but for the targets', in float32."""
         if self.margin.changes_negatives:
             return f"{type(self.margin).__name__} changes the negatives"
+        if self.filters_negatives:
+            return "negative_filter compares rows with rows"
         return None if is_bounded(self.margin, self.num_classes) else "logits that need a running maximum"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
 from plsc.head.low_precision import ROUNDED, RoundingBits, RowState, store
+from plsc.head.negative_filter import NegativeFilter
 from plsc.head.update_rules import Update, UpdateKind
 from plsc.losses.margins import Margin
 
@@ -52,7 +53,7 @@ class Batch:
 
     ``position`` (B,) is the target's index among the selected classes, −1 where another shard owns it, or (B, K) those
     of several labels; ``phi`` is the targets' φ, for margins that compare negatives with it; ``state`` are the margin's
-    statistics.
+    statistics; ``negatives`` says which of them are left out of the softmax, None: none is.
     """
 
     features: Tensor
@@ -60,17 +61,30 @@ class Batch:
     phi: Tensor
     margin: Margin
     state: Mapping[str, Tensor]
+    negatives: NegativeFilter | None = None
 
-    def logits(self, chunk: Chunk, centers: int, weight: Tensor, features: Tensor, products: ChunkProducts) -> Logits:
-        """z = s·f(cos) of a chunk's classes against every sample; ``weight`` and ``features`` are factors."""
-        cos = products.multiply("logits", weight, features.t()).mul_(chunk.inverse_norm[:, None])
-        winner = None
+    def factors(self, products: ChunkProducts) -> list[Tensor]:
+        """What a pass multiplies every chunk's rows by: the features, and the rows of the filter."""
+        filtered = [] if self.negatives is None else self.negatives.factors(products)
+        return [products.factor("features", self.features), *filtered]
+
+    def logits(
+        self, chunk: Chunk, centers: int, weight: Tensor, factors: list[Tensor], products: ChunkProducts
+    ) -> Logits:
+        """z = s·f(cos) of a chunk's classes against every sample, −inf where a negative is left out.
+
+        ``weight`` is the chunk's rows as a factor, ``factors`` are those of :meth:`factors`.
+        """
+        cos = products.multiply("logits", weight, factors[0].t()).mul_(chunk.inverse_norm[:, None])
+        winner, slope = None, None
         if centers > 1:
             cos, winner = cos.view(-1, centers, cos.shape[1]).max(dim=1)
-        if not self.margin.changes_negatives:
-            return Logits(cos.mul_(self.margin.s), None, winner)
-        changed, slope = self.margin.negatives(cos, self.phi, self.state)
-        return Logits(changed.mul_(self.margin.s), slope, winner)
+        if self.margin.changes_negatives:
+            cos, slope = self.margin.negatives(cos, self.phi, self.state)
+        z = cos.mul_(self.margin.s)
+        if self.negatives is not None:
+            self.negatives.leave_out(z, chunk, weight, factors[1:], products)
+        return Logits(z, slope, winner)
 
     def scatter_targets(self, chunk: Chunk, matrix: Tensor, values: Tensor | float) -> None:
         """Replace the targets' entries of ``matrix`` (classes, B).
@@ -159,10 +173,10 @@ class TorchBackend:
         total = torch.zeros_like(maximum, dtype=torch.float64)
         grad = torch.zeros_like(features, dtype=sum_dtype) if with_grad else None
         products = ChunkProducts(features.dtype, features.device, self._fp32_precision)
-        features = products.factor("features", features)
+        factors = batch.factors(products)
         for chunk in rows.chunks(chunk_size):
             weight = products.rows(chunk)
-            logits = batch.logits(chunk, rows.centers, weight, features, products)
+            logits = batch.logits(chunk, rows.centers, weight, factors, products)
             batch.scatter_targets(chunk, logits.z, -torch.inf)
             if not bounded:  # the online maximum (Milakov & Gimelshein, 2018): earlier sums shrink as it rises
                 higher = torch.maximum(maximum, logits.z.amax(0))
@@ -189,18 +203,21 @@ class TorchBackend:
         dtype = torch.promote_types(batch.features.dtype, torch.float32)
         log_z, scale, target_grad = (x.to(dtype) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
         products = ChunkProducts(batch.features.dtype, batch.features.device, self._fp32_precision)
-        features = products.factor("features", batch.features)
+        factors = batch.factors(products)
         for chunk in inputs.rows.chunks(products.chunk_size(inputs.chunk_size)):
             weight = products.rows(chunk)
-            logits = batch.logits(chunk, centers, weight, features, products)
-            probabilities = logits.z.sub_(log_z).exp_().mul_(scale)
+            logits = batch.logits(chunk, centers, weight, factors, products)
+            log_probabilities = logits.z.sub_(log_z)
+            if batch.negatives is not None:  # whose products may round otherwise at the limit than in pass 1
+                log_probabilities.clamp_(max=0)
+            probabilities = log_probabilities.exp_().mul_(scale)
             if logits.slope is not None:
                 probabilities.mul_(logits.slope)
             if member is not None:
                 probabilities.mul_(member[chunk.start : chunk.stop])
             batch.scatter_targets(chunk, probabilities, target_grad)
             weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), centers)
-            yield chunk, products.multiply("gradient", products.rounded_factor(weighted), features)
+            yield chunk, products.multiply("gradient", products.rounded_factor(weighted), factors[0])
 
     def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
         """Run pass 2, and update each chunk's rows as soon as their gradient exists.

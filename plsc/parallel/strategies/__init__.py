@@ -3,20 +3,27 @@
 import pkgutil
 
 from plsc.errors import UsageError
+from plsc.extensions import Registry, is_subclass
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.base import Strategy, Weight, Wrapping
-from plsc.parallel.strategies.layout import STAGES_OF_A_RANK, Layout, StrategyOptions
+from plsc.parallel.strategies.layout import CUT_WEIGHTS, STAGES_OF_A_RANK, Layout, StrategyOptions
 
 __all__ = ["STAGES_OF_A_RANK", "STRATEGIES", "Strategy", "StrategyOptions", "Weight", "Wrapping", "make_strategy"]
 
 # Each by its name in the configuration, with its class, imported when it is made: torch's engines take long to import.
-STRATEGIES = {
-    "ddp": "ddp:DataParallel",
-    "zero1": "zero:ZeroOptimizer",
-    "fsdp": "fsdp:FullySharded",
-    "hsdp": "fsdp:FullySharded",
-}
-CHOICES = (*STRATEGIES, "auto")  # of a configuration, which plsc train resolves
+STRATEGIES: Registry[str | type[Strategy]] = Registry(
+    "plsc.strategies",
+    {
+        "ddp": "ddp:DataParallel",
+        "zero1": "zero:ZeroOptimizer",
+        "zero2": "fsdp:ShardedGradients",
+        "fsdp": "fsdp:FullySharded",
+        "hsdp": "fsdp:FullySharded",
+    },
+    is_subclass(Strategy),
+    "a subclass of plsc.parallel.strategies.Strategy",
+)
+CHOICES = STRATEGIES.with_name("auto")  # of a configuration, which plsc train resolves
 
 
 def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False) -> Strategy:
@@ -35,8 +42,8 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
             'parallel.strategy = "auto" is chosen by plsc train; from Python, train with the configuration that '
             "plsc.plan.strategy_choice.choose_on_ranks(config, mesh).config gives"
         )
-    if options.name not in STRATEGIES:
-        raise UsageError(f"there is no strategy {options.name!r}; it is one of {', '.join(STRATEGIES)}")
+    if STRATEGIES.find(options.name) is None:
+        raise UsageError(f"there is no strategy {options.name!r}; it is one of {', '.join(STRATEGIES.every_name())}")
     options.check_world(mesh.world_size)
     model_ranks = options.tp * options.pp
     if offload and mesh.world_size == model_ranks > 1:
@@ -66,9 +73,10 @@ def _within_a_stage(options: StrategyOptions, layout: Layout, *, offload: bool) 
 
         return TensorParallel(layout)
     is_alone = layout.stage.world_size == 1 and not offload
-    return _made("ddp" if is_alone and options.name in ("fsdp", "hsdp") else options.name, layout)
+    return _made("ddp" if is_alone and options.name in CUT_WEIGHTS else options.name, layout)
 
 
 def _made(name: str, layout: Layout) -> Strategy:
-    made: Strategy = pkgutil.resolve_name(f"plsc.parallel.strategies.{STRATEGIES[name]}")(layout)
-    return made
+    kind = STRATEGIES[name]
+    make: type[Strategy] = pkgutil.resolve_name(f"plsc.parallel.strategies.{kind}") if isinstance(kind, str) else kind
+    return make(layout)

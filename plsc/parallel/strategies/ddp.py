@@ -5,17 +5,21 @@ How ranks exchange them is a :class:`GradientExchange`; the kinds that compress 
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
 
 from plsc.errors import UsageError
-from plsc.parallel.mesh import Mesh, require_mesh
+from plsc.parallel.collectives import broadcast
+from plsc.parallel.mesh import Mesh, require_mesh, submesh
 from plsc.parallel.strategies.base import Strategy
+from plsc.parallel.strategies.layout import CUT_WEIGHTS, Layout, StrategyOptions
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
@@ -26,6 +30,7 @@ class ExchangeOptions:
     """Options of all hooks and averages, by the names of the keys of [parallel]; each reads those that it needs.
 
     Attributes:
+        communicators: groups of the same ranks over which buckets of gradients go in turn.
         powersgd_rank: rank of PowerSGD's approximation of a gradient as a matrix.
         powersgd_start_step: the step, counted from 0, from which PowerSGD compresses.
         dgc_sparsity: share of a tensor's elements that Deep Gradient Compression does not send in a step.
@@ -40,6 +45,7 @@ class ExchangeOptions:
         outer_lr, outer_momentum: diloco: of the outer optimizer.
     """
 
+    communicators: int = 1
     powersgd_rank: int = 1
     powersgd_start_step: int = 1000
     dgc_sparsity: float = 0.999
@@ -81,6 +87,24 @@ class GradientExchange:
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Make ``net`` exchange its gradients in this way."""
+        if self._options.communicators > 1:
+            self._register(net, "allreduce_hook")
+
+    def _register(self, net: "DistributedDataParallel", hook: str) -> None:
+        """Register one of torch's default hooks, which gets the communicators' groups in turn.
+
+        Every rank fills its buckets in one order, so that a bucket goes over the same group on all of them.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        everyone = [range(self._mesh.world_size)]
+        more = [submesh(self._mesh, everyone).group for _ in range(self._options.communicators - 1)]
+        exchange: Callable[..., Future[Tensor]] = getattr(default_hooks, hook)
+
+        def in_turn(groups: Sequence[ProcessGroup | None], bucket: GradBucket) -> Future[Tensor]:
+            return exchange(groups[bucket.index() % len(groups)], bucket)
+
+        net.register_comm_hook([self._mesh.group, *more], in_turn)
 
     def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over what the exchange computes in the optimizer's place."""
@@ -144,38 +168,78 @@ class DataParallel(Strategy):
 
 
 def data_parallel(
-    module: nn.Module, mesh: Mesh, exchange: GradientExchange | None = None, bucket_mb: float | None = None
+    module: nn.Module,
+    mesh: Mesh,
+    exchange: GradientExchange | None = None,
+    bucket_mb: float | None = None,
+    *,
+    strategy: str = "ddp",
+    shard_ranks: int = 0,
 ) -> nn.Module:
-    """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
+    """Move ``module`` to the mesh's device and average its gradients over the ranks.
 
-    The class head returns embedding gradients multiplied by the number of ranks, so that DDP's average gives what
-    one process on the concatenated batch would compute, whatever each rank's share of it. Buffers are rank 0's at
-    the start and stay each rank's own after that, as with ``broadcast_buffers=False``.
+    The class head returns embedding gradients multiplied by the number of ranks, so that the average gives what
+    one process on the concatenated batch would compute, whatever each rank's share of it. Parameters and buffers are
+    rank 0's at the start; buffers stay each rank's own after that, as with DDP's ``broadcast_buffers=False``.
 
     Args:
         module: maps (B, 3, H, W) to (B, D).
         mesh: the ranks.
-        exchange: how the ranks exchange gradients in place of DDP's all-reduce; where ``module``'s layers sum in
+        exchange: ddp: how the ranks exchange gradients in place of DDP's all-reduce; where ``module``'s layers sum in
             float64, what :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64` returned.
-        bucket_mb: MiB of gradients that are exchanged together, while the backward pass goes on; None: DDP's default
-            (25, the first bucket 1).
+        bucket_mb: ddp: MiB of gradients that are exchanged together, while the backward pass goes on; None: DDP's
+            default (25, the first bucket 1).
+        strategy: "ddp": every rank holds the whole module (DistributedDataParallel). "fsdp": weights, gradients, and
+            the state of an optimizer that is made afterwards, are cut over the ranks (FSDP2's ``fully_shard``), the
+            blocks one by one. "zero2": the same, but the weights are gathered once for both passes. "hsdp": as fsdp,
+            but over ``shard_ranks`` ranks, and those groups hold replicas.
+        shard_ranks: hsdp: consecutive ranks that share one set of weights; 0: those of a machine.
 
     Returns:
-        ``module`` itself where there is one rank, else the DDP wrapper (``.module`` is the original).
+        ``module`` itself where there is one rank. Else of ddp the wrapper (``.module`` is the original), and of the
+        others ``module``, whose parameters are DTensors now.
 
     Raises:
-        UsageError: ``module`` is no module, or ``mesh`` no mesh.
+        UsageError: ``module`` is no module, or ``mesh`` no mesh; there is no such strategy, or it takes no exchange;
+            ``shard_ranks`` does not divide the number of ranks.
     """
     require_mesh(mesh)
     if not isinstance(module, nn.Module):
         raise UsageError(f"data_parallel takes a torch.nn.Module, not {module!r}")
+    if strategy not in _WRAPPERS:
+        raise UsageError(_no_wrapper(strategy))
+    if strategy != "ddp" and (exchange is not None or bucket_mb is not None):
+        raise UsageError(f'exchange and bucket_mb are DDP\'s, and strategy is "{strategy}": leave them out')
+    options = StrategyOptions(strategy, shard_ranks)
+    options.check_world(mesh.world_size)
     module = module.to(mesh.device)
     if mesh.world_size == 1:
         return module
+    for buffer in module.buffers():
+        broadcast(buffer, mesh)
+    return _wrapped(module, mesh, exchange, bucket_mb) if strategy == "ddp" else _fully_sharded(module, mesh, options)
+
+
+_WRAPPERS = ("ddp", *CUT_WEIGHTS)
+
+
+def _no_wrapper(strategy: str) -> str:
+    """Why no module is wrapped by a strategy of that name."""
+    if strategy == "zero1":
+        return (
+            'strategy "zero1" is DDP with another optimizer: leave strategy out, and make the optimizer by '
+            "torch.distributed.optim.ZeroRedundancyOptimizer"
+        )
+    return f"data_parallel has no strategy {strategy!r}; it is one of {', '.join(_WRAPPERS)}"
+
+
+def _wrapped(
+    module: nn.Module, mesh: Mesh, exchange: GradientExchange | None, bucket_mb: float | None
+) -> "DistributedDataParallel":
     from torch.nn.parallel import DistributedDataParallel  # late: it takes long to import
 
     ids = [mesh.device.index] if mesh.device.type == "cuda" else None
-    with warnings.catch_warnings():  # its successor also synchronises at the start, which costs nothing to leave out
+    with warnings.catch_warnings():  # its successor sends buffers too, as data_parallel does
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         net = DistributedDataParallel(
             module,
@@ -188,3 +252,13 @@ def data_parallel(
     if exchange is not None:
         exchange.register(net)
     return net
+
+
+def _fully_sharded(module: nn.Module, mesh: Mesh, options: StrategyOptions) -> nn.Module:
+    from plsc.parallel.strategies.fsdp import shard_units  # late: it imports torch's engines
+
+    module = module.to(memory_format=torch.contiguous_format)  # as it will be cut, and can be sent
+    for weight in module.parameters():
+        broadcast(weight.detach(), mesh)
+    groups = Layout.of(options, mesh).along("replicate", "shard")
+    return shard_units(module, mesh=groups, reshard_after_forward=False if options.name == "zero2" else None)

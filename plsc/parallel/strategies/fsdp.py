@@ -26,6 +26,8 @@ class FullySharded(Strategy):
     """FSDP2's fully_shard over the layout's dimension "shard", with replicas of that along "replicate"."""
 
     is_replicated = False
+    _name = "fsdp"
+    _reshards_after_forward = True
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
@@ -35,27 +37,22 @@ class FullySharded(Strategy):
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""
-        name = f"hsdp, {self._replicas} replicas" if self._replicas > 1 else "fsdp"
+        name = f"hsdp, {self._replicas} replicas" if self._replicas > 1 else self._name
         return f"backbone in {self._shards} parts ({name}{', offloaded' if self.wrapping.offload else ''})"
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Shard each block, then what is left, in place."""
-        backbone = backbone.to(memory_format=torch.contiguous_format)  # of channels_last FSDP takes the images only
         wrapping = self.wrapping
         self.steps_on_device = not wrapping.offload
-        options: dict[str, Any] = {
-            "mesh": self._layout.along("replicate", "shard"),
+        return shard_units(
+            backbone,
+            wrapping.compile is not None,
+            mesh=self._layout.along("replicate", "shard"),
             # the micro-batches of a pipeline compute with the same weights, gathered once (torchtitan does the same)
-            "reshard_after_forward": None if self._layout.size("pp") == 1 else False,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=wrapping.reduce_dtype),
-            "offload_policy": self._offload_policy(),
-        }
-        for unit in list(sharded_units(backbone)):
-            if wrapping.compile is not None:
-                unit.compile()
-            fully_shard(unit, **options)
-        fully_shard(backbone, **options)
-        return backbone
+            reshard_after_forward=None if self._layout.size("pp") == 1 and self._reshards_after_forward else False,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=wrapping.reduce_dtype),
+            offload_policy=self._offload_policy(),
+        )
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.wrapping.offload:
@@ -101,6 +98,28 @@ class FullySharded(Strategy):
             shape=weight.shape,
             stride=torch.empty(weight.shape, device="meta").stride(),
         )
+
+
+class ShardedGradients(FullySharded):
+    """ZeRO stage 2: gradients and optimizer state are spread, and weights are gathered once, for both passes.
+
+    (Rajbhandari et al., ZeRO, SC 2020, section 5.2; FSDP's SHARD_GRAD_OP.) It moves as many bytes as data parallelism.
+    Between steps the ranks keep their shares of the weights alone, which are all that the optimizer steps.
+    """
+
+    _name = "zero2"
+    _reshards_after_forward = False
+
+
+def shard_units(backbone: nn.Module, compiled: bool = False, **options: Any) -> nn.Module:
+    """Shard each unit of ``backbone``, perhaps compiled, then what is left, in place, by fully_shard's ``options``."""
+    backbone = backbone.to(memory_format=torch.contiguous_format)  # of channels_last FSDP takes the images only
+    for unit in list(sharded_units(backbone)):
+        if compiled:
+            unit.compile()
+        fully_shard(unit, **options)
+    fully_shard(backbone, **options)
+    return backbone
 
 
 def sharded_units(backbone: nn.Module) -> Iterator[nn.Module]:

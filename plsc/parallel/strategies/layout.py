@@ -16,6 +16,7 @@ from plsc.parallel.mesh import Mesh, device_mesh, divisors, subgroup, submesh
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
 
+CUT_WEIGHTS = ("zero2", "fsdp", "hsdp")  # strategies that leave ranks parts of weights alone
 STAGES_OF_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # by the schedule of a pipeline
 
 
@@ -68,7 +69,7 @@ class StrategyOptions:
         return world_size // (self.pp * self.tp)
 
     def shards(self, world_size: int) -> int:
-        """Over how many of them fsdp and hsdp cut the weights."""
+        """Over how many of them the weights are cut, under a strategy that does so."""
         groups = self.data_ranks(world_size)
         if self.name != "hsdp":
             return groups
@@ -77,7 +78,7 @@ class StrategyOptions:
 
     def dimensions(self, world_size: int) -> dict[str, int]:
         """Names and sizes of the DeviceMesh's dimensions; none where no engine needs one."""
-        groups, is_cut = self.data_ranks(world_size), self.name in ("fsdp", "hsdp")
+        groups, is_cut = self.data_ranks(world_size), self.name in CUT_WEIGHTS
         shards = self.shards(world_size) if is_cut else 1
         dims = {"pp": self.pp} if self.pp > 1 else {}
         if groups > shards and (dims or is_cut or self.tp > 1):

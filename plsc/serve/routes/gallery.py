@@ -91,7 +91,7 @@ async def get_collection(collection: CollectionName, service: Served) -> Collect
 @requires("admin")
 async def delete_collection(collection: CollectionName, service: Served) -> None:
     """Delete a collection with everybody in it."""
-    await service.in_store(service.thumbnails.delete_collection, collection)
+    await service.change(service.thumbnails.delete_collection, collection)
     service.forget(collection)
 
 

@@ -300,4 +300,4 @@ def _read_page(
 async def _delete(service: Service, request: Request, delete: Callable[..., None], collection: str, *ids: int) -> None:
     """Delete what ``ids`` name, a person or its face, where the request's precondition holds."""
     record_ids(request, ids)
-    await service.in_store(delete, collection, *ids, precondition=read_precondition(request))
+    await service.change(delete, collection, *ids, precondition=read_precondition(request))

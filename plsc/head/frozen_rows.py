@@ -1,0 +1,134 @@
+"""Classes whose rows stay as they are while others train: ``frozen_rows``."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plsc.errors import DataError, UsageError, first_line
+from plsc.regular_files import open_regular
+
+if TYPE_CHECKING:
+    from plsc.head.backends.torch_backend import Updater
+    from plsc.head.class_table import Chunk  # which import this module
+    from plsc.head.low_precision import RowState
+    from plsc.head.update_rules import Update
+
+_COPIED_ROWS = 16384  # at a time, while they are updated
+_RANGE = re.compile(r"(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class FrozenRows:
+    """Which of a shard's rows are frozen.
+
+    Attributes:
+        rows: (rows,) bool, on the device that computes.
+        are_all: whether there is no other row.
+    """
+
+    rows: Tensor
+    are_all: bool
+
+    @classmethod
+    def of(
+        cls,
+        value: str | Sequence[int] | Tensor,
+        num_classes: int,
+        own: tuple[int, int],
+        centers: int,
+        device: torch.device,
+    ) -> "FrozenRows":
+        """The rows of ``value``'s classes among the shard's.
+
+        Args:
+            value: "all", "START:STOP" (STOP is the first that is not frozen), FILE.npy of class numbers, or these.
+            num_classes: of all ranks.
+            own: (first, last + 1) of the shard's classes.
+            centers: rows per class.
+            device: that computes.
+
+        Raises:
+            UsageError: it is none of these, or a class does not exist.
+            DataError: the file cannot be read.
+        """
+        first, stop = own
+        frozen = np.zeros(stop - first, dtype=bool)
+        if isinstance(value, str) and value == "all":
+            frozen[:] = True
+        elif isinstance(value, str) and (bounds := _RANGE.fullmatch(value)):
+            start, end = int(bounds[1]), int(bounds[2])
+            if not start <= end <= num_classes:
+                raise UsageError(f"frozen_rows = {value} is no range of the head's {num_classes} classes")
+            frozen[max(start - first, 0) : max(end - first, 0)] = True
+        else:
+            classes = _numbers(value, num_classes)
+            frozen[classes[(classes >= first) & (classes < stop)] - first] = True
+        rows = torch.from_numpy(frozen).repeat_interleave(centers).to(device)
+        return cls(rows, bool(frozen.all()))
+
+    def in_chunk(self, chunk: "Chunk") -> Tensor:
+        """Which of a chunk's rows (n·K,) are frozen."""
+        return self.rows[chunk.local_rows if chunk.table.is_copy else chunk.index]
+
+    @contextmanager
+    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> Iterator[None]:
+        """Give a chunk's frozen rows, their norms and state back what they held, bit for bit, after the block.
+
+        Rows are not listed: how many are frozen is what only the device knows.
+        """
+        tables = [chunk.table.weight, chunk.table.inverse_norm]
+        tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
+        before = [table[chunk.index].clone() for table in tables]
+        yield
+        frozen = self.in_chunk(chunk)
+        for table, values in zip(tables, before, strict=True):
+            now = table[chunk.index]
+            table[chunk.index] = torch.where(frozen.view(-1, *[1] * (now.dim() - 1)), values, now)
+
+    def updater(self, updater: "Updater") -> "Updater":
+        """Return what updates a chunk as ``updater`` does, but for frozen rows."""
+
+        def update_others(chunk: "Chunk", gradient: Tensor, state: Mapping[str, "RowState"], update: "Update") -> None:
+            for part, rows in chunk.parts(_COPIED_ROWS):
+                with self.kept(rows, state):
+                    updater(rows, gradient[part], state, update)
+
+        return update_others
+
+
+def _numbers(value: str | Sequence[int] | Tensor, num_classes: int) -> NDArray[np.int64]:
+    """The class numbers that ``value`` lists or names a file of."""
+    given = value.cpu() if isinstance(value, Tensor) else value
+    listed: NDArray[Any] = _read(given) if isinstance(given, str) else np.asarray(given)
+    if listed.ndim != 1 or (listed.size and listed.dtype.kind not in "iu"):
+        raise UsageError(
+            'frozen_rows is "all", "START:STOP", FILE.npy of class numbers, or a list of them (integers), '
+            f"not {listed.dtype} of shape {listed.shape}"
+        )
+    outside = listed[(listed < 0) | (listed >= num_classes)]
+    if len(outside):
+        raise UsageError(
+            f"frozen_rows has class {outside[0]}, which lies outside [0, {num_classes}), the head's classes"
+        )
+    return listed.astype(np.int64)
+
+
+def _read(file: str) -> NDArray[Any]:
+    if not Path(file).exists():
+        raise UsageError(f'there is no frozen_rows = {file}; give "all", "START:STOP", or FILE.npy of class numbers')
+    try:
+        with open_regular(Path(file)):
+            numbers = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(f"frozen_rows = {file} is no .npy file: {first_line(error)}") from None
+    if not isinstance(numbers, np.ndarray):
+        raise DataError(f"frozen_rows = {file} is no array of class numbers")
+    return numbers

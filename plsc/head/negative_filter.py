@@ -1,0 +1,84 @@
+"""Negatives that are left out of a softmax because their classes lie too close to the label's: ``negative_filter``.
+
+Close are classes, not samples: the cosine of two rows of the table. The filter of arcface_torch and UNICOM
+(``interclass_filtering_threshold`` of their CombinedMarginLoss) compares a sample's own cosine with a class instead,
+and gives a negative above it the logit 0 and no gradient, which is still 1 in the sum. That removes each sample's
+hardest negatives, whatever they are. This one removes classes that are the same thing twice, as clusters of too large a
+number and identities of merged data sets are, and lets hard negatives be.
+"""
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plsc.errors import UsageError
+from plsc.head.backends.products import ChunkProducts
+from plsc.head.class_table import Chunk
+from plsc.head.global_batch import LocalTargetRows
+from plsc.losses.margins import Margin
+from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class NegativeFilter:
+    """The classes of B samples' labels, which a pass compares with every class that it visits.
+
+    ``rows`` (B, centers, D) are those of the labels, in the table's dtype; ``limits`` (B, centers) are threshold·‖row‖,
+    infinite where a sample has no label. A class is as close to another as the nearest pair of their centres.
+    """
+
+    rows: Tensor
+    limits: Tensor
+
+    def factors(self, products: ChunkProducts) -> list[Tensor]:
+        """The rows (B, D) of each centre as factors, valid for a pass."""
+        return [products.factor(f"filter {number}", rows) for number, rows in enumerate(self.rows.unbind(1))]
+
+    def leave_out(
+        self, z: Tensor, chunk: Chunk, weight: Tensor, factors: Sequence[Tensor], products: ChunkProducts
+    ) -> None:
+        """Set logits z (classes, B) of the chunk's classes to −inf where they are close; ``weight`` is a factor.
+
+        No gradient goes through the choice.
+        """
+        inverse_norm = chunk.inverse_norm[:, None]
+        for rows, limits in zip(factors, self.limits.unbind(1), strict=True):
+            cos = products.multiply("filter", weight, rows.t()).mul_(inverse_norm)
+            if chunk.table.centers > 1:
+                cos = cos.view(-1, chunk.table.centers, cos.shape[1]).amax(1)
+            z.masked_fill_(cos >= limits, -torch.inf)
+
+
+def concatenated_filters(filters: Sequence[NegativeFilter | None]) -> NegativeFilter:
+    """The filters of several batches of one head, all of which have one."""
+    given = [each for each in filters if each is not None]
+    return NegativeFilter(torch.cat([each.rows for each in given]), torch.cat([each.limits for each in given]))
+
+
+def gather_filter(targets: Sequence[LocalTargetRows], threshold: float, mesh: Mesh) -> NegativeFilter:
+    """The filter of b samples with K labels, as b·K, each sample's labels side by side.
+
+    Every row lies on one shard of ``mesh``; their sum is the row itself. Moves 2·b·K·centers·D numbers of the table's
+    dtype per rank.
+    """
+    rows = all_reduce_sum(torch.stack([each.class_rows() for each in targets], dim=1).flatten(0, 1), mesh)
+    norms = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    limits = torch.where(norms > 0, threshold * norms, torch.inf)
+    return NegativeFilter(rows, limits.to(torch.promote_types(rows.dtype, torch.float32)))
+
+
+def check_negative_filter(threshold: object, margin: Margin) -> None:
+    """UsageError where ``threshold`` is no cosine above 0, or ``margin`` has no label to compare a negative with."""
+    if threshold is None:
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not 0 < float(threshold) <= 1:
+        raise UsageError(f"negative_filter is a cosine above 0 and at most 1, or None, not {threshold!r}")
+    if margin.separates_positives:
+        raise UsageError(
+            f"negative_filter compares negatives with the label of a sum, and {type(margin).__name__} has one sum for "
+            "all labels: leave negative_filter out, or give another margin"
+        )
