@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plsc.client import Client as Client
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
+    from plsc.head import DynamicHead as DynamicHead
     from plsc.head import ShardedHead as ShardedHead
     from plsc.head import ShardedHeads as ShardedHeads
     from plsc.index import Index as Index
@@ -36,7 +37,7 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
-    "plsc.head": ("ShardedHead", "ShardedHeads"),
+    "plsc.head": ("DynamicHead", "ShardedHead", "ShardedHeads"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

@@ -5,9 +5,9 @@ device that computes; :class:`plsc.head.host_table.HostTable` lies elsewhere.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,9 @@ def normal_rows(
         yield slice(start - first_row, end - first_row), values[start - low : end - low]
 
 
+StateKind = TypeVar("StateKind", bound="OptimizerState")
+
+
 class OptimizerState:
     """An optimizer's tables beside the rows of a :class:`ClassTable`, each (rows, D), by name."""
 
@@ -205,6 +208,11 @@ class OptimizerState:
     def of(self, chunk: Chunk) -> dict[str, RowState]:
         """The tables that ``chunk.index`` selects rows of."""
         return self.tables
+
+    def use(self, rows: int) -> None:
+        """Let the first ``rows`` of the tables' memory be theirs."""
+        for state in self.tables.values():
+            state.use(rows)
 
     def row_shards(self) -> dict[str, TensorShard]:
         """Everything that a checkpoint stores, by name."""
@@ -226,6 +234,7 @@ class TableShape:
         total_rows: of the global table.
         centers: rows per class.
         seed: of the first values.
+        capacity: rows that memory is reserved for, where there may come to be more than ``rows``.
     """
 
     rows: int
@@ -234,6 +243,12 @@ class TableShape:
     total_rows: int
     centers: int
     seed: int
+    capacity: int = 0
+
+    @property
+    def reserved(self) -> int:
+        """Rows that memory is reserved for."""
+        return max(self.rows, self.capacity)
 
     @property
     def num_classes(self) -> int:
@@ -249,12 +264,15 @@ class ClassTable:
 
     Args:
         shape: of the rows.
-        weight: the rows. Writing into them through :attr:`parameter` counts as a write from outside.
+        weight: the reserved rows, of which the first are the table's. Writing into them through :attr:`parameter`
+            counts as a write from outside.
         requires_grad: of the parameter.
 
     Attributes:
         parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
         is_resident: whether computation reads and writes the rows in place.
+        stored_at: the first row's number in a checkpoint, and all rows there. Of a table that grows it is not
+            ``shape``'s, whose numbers stay as they are while the shards before this one grow.
         frozen: rows that no update changes; None: there is none.
     """
 
@@ -262,17 +280,20 @@ class ClassTable:
     frozen: FrozenRows | None = None
 
     def __init__(self, shape: TableShape, weight: Tensor, *, requires_grad: bool = False) -> None:
-        self.parameter = nn.Parameter(weight, requires_grad=requires_grad)
+        self._reserved = weight if shape.capacity else None
+        self._states: list[OptimizerState] = []  # that are resized with the rows
+        self.parameter = nn.Parameter(weight[: shape.rows], requires_grad=requires_grad)
         self.shape, self.first_row, self.centers = shape, shape.first_row, shape.centers
-        self._inverse_norm = torch.empty(0)
+        self.stored_at = shape.first_row, shape.total_rows
+        self._inverse_norm = self._reserved_norms = torch.empty(0)
         self._norm_version = -1
 
     @classmethod
     def made(cls, shape: TableShape, dtype: torch.dtype, device: torch.device, *, requires_grad: bool) -> "ClassTable":
         """A table with its first values on ``device``."""
-        weight = torch.empty(shape.rows, shape.dim, dtype=dtype, device=device)
+        weight = torch.empty(shape.reserved, shape.dim, dtype=dtype, device=device)
         if device.type != "meta":
-            fill_normal(weight, shape.first_row, shape.seed)
+            fill_normal(weight[: shape.rows], shape.first_row, shape.seed)
         return cls(shape, weight, requires_grad=requires_grad)
 
     @property
@@ -312,14 +333,47 @@ class ClassTable:
 
     def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
         """Tables of zeros for an optimizer, stored as and where the rows are."""
-        rows, dim, device = self.shape.rows, self.shape.dim, self.parameter.device
-        return OptimizerState(
-            self, {name: RowState(rows, dim, dtype, device, rounding) for name, dtype in dtypes.items()}
-        )
+        rows, dim, device = self.shape.reserved, self.shape.dim, self.parameter.device
+        tables = {name: RowState(rows, dim, dtype, device, rounding) for name, dtype in dtypes.items()}
+        return self._following(OptimizerState(self, tables))
 
     def row_shard(self, local: Tensor, name: str = "weight") -> TensorShard:
         """The tensor ``name``, with a row per row of the table, as its part of the global one, for a checkpoint."""
-        return TensorShard.of_rows(local, self.shape.first_row, self.shape.total_rows)
+        return TensorShard.of_rows(local, *self.stored_at)
+
+    def resize(self, rows: int) -> None:
+        """Let the first ``rows`` of the reserved rows be the table's, of the optimizers' too.
+
+        No row moves, and no memory is allocated: those that come in hold anything until :meth:`row_tensors` are
+        written to. Nothing may wait for an update.
+        """
+        self.forget_prefetched()
+        self.settle()
+        self.notice_writes()
+        self.shape = replace(self.shape, rows=rows)
+        self._use(rows)
+        for state in self._states:
+            state.use(rows)
+        self.norms_are_current()
+
+    def row_tensors(self) -> list[Tensor]:
+        """Weights, 1/norms and optimizers' tables, each with a row or a number for each row, to be changed in place.
+
+        :meth:`norms_are_current` is to be called after that.
+        """
+        states = [table.tensors(name).values() for state in self._states for name, table in state.tables.items()]
+        return [self.parameter.detach(), self._inverse_norm, *(tensor for tensors in states for tensor in tensors)]
+
+    def _use(self, rows: int) -> None:
+        assert self._reserved is not None
+        self._inverse_norm, self.parameter.data = self._reserved_norms[:rows], self._reserved[:rows]
+
+    def _following(self, state: StateKind) -> StateKind:
+        """``state``, whose size is the table's from now on."""
+        if self.shape.capacity:
+            state.use(self.shape.rows)
+            self._states.append(state)
+        return state
 
     def settle(self) -> None:
         """Wait until every update is stored in :attr:`parameter`."""
@@ -342,7 +396,8 @@ class ClassTable:
     def _discard_norms(self) -> None:
         weight = self.parameter
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._inverse_norm = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
+        self._reserved_norms = torch.empty(self.shape.reserved, dtype=dtype, device=weight.device)
+        self._inverse_norm = self._reserved_norms[: self.shape.rows]
 
     def _renew_norms(self, rows: slice) -> None:
         renew_norms(ClassRows(self.parameter.detach(), self._inverse_norm), rows)

@@ -52,9 +52,14 @@ class Column:
 
     def __init__(self, values: Tensor, mapping: mmap.mmap | None = None, path: Path | None = None) -> None:
         self.values, self.pinned_rows, self.path = values, 0, path
+        self._reserved = values
         self.before_write: Callable[[slice | Tensor], None] | None = None
         self._mapping = mapping
         self.row_bytes = math.prod(values.shape[1:]) * values.element_size()
+
+    def use(self, rows: int) -> None:
+        """Let the first ``rows`` of the memory be the column."""
+        self.values = self._reserved[:rows]
 
     def read(self, rows: slice | Tensor, out: Tensor, *, ahead: bool = True) -> None:
         """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype.

@@ -28,11 +28,13 @@ class HostTable(ClassTable):
 
     def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device, memory: HostMemory) -> None:
         self.memory, self.device = memory, device
-        self.weight = memory.table("weight", shape.rows, shape.dim, dtype)
+        self.weight = memory.table("weight", shape.reserved, shape.dim, dtype)
+        self.weight.use(shape.rows)
         # .data has a version counter of its own: updates write to the column, so that the parameter's version counts
         # writes from outside alone
         super().__init__(shape, self.weight.values.data)
-        self.inverse_norm = memory.numbers("inverse_norm", shape.rows, torch.promote_types(dtype, torch.float32))
+        self.inverse_norm = memory.numbers("inverse_norm", shape.reserved, torch.promote_types(dtype, torch.float32))
+        self.inverse_norm.use(shape.rows)
         self._inverse_norm = self.inverse_norm.values
         self.staging = Staging(device)
         self._columns = {"weight": self.weight}
@@ -83,15 +85,20 @@ class HostTable(ClassTable):
         columns: dict[str, Column] = {}
         for name, dtype in dtypes.items():
             check_state_dtype(dtype)
-            columns[name] = values = self.memory.table(name, self.shape.rows, self.shape.dim, dtype)
+            columns[name] = values = self.memory.table(name, self.shape.reserved, self.shape.dim, dtype)
             scale = None
             if dtype == torch.int8:
-                columns[scale_name(name)] = self.memory.numbers(scale_name(name), self.shape.rows, torch.float32)
+                columns[scale_name(name)] = self.memory.numbers(scale_name(name), self.shape.reserved, torch.float32)
                 scale = columns[scale_name(name)].values
             tables[name] = RowState.over(values.values, scale, rounding)
         self._state_columns = columns
         self._columns |= columns
-        return HostState(self, tables, columns)
+        return self._following(HostState(self, tables, columns))
+
+    def _use(self, rows: int) -> None:
+        self.weight.use(rows)
+        self.inverse_norm.use(rows)
+        self._inverse_norm, self.parameter.data = self.inverse_norm.values, self.weight.values.data
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
         """Begin to fetch ``classes``, which training batch ``key`` with these labels (B,) of all ranks selects."""
@@ -125,7 +132,7 @@ class HostTable(ClassTable):
         """As :class:`ClassTable` does; it is up to date, and a mapped file's pages are given back as it is read."""
         self._prefetched.clear()
         self.settle()
-        return TensorShard.of_rows(local, self.first_row, self.shape.total_rows, self._columns[name].release)
+        return TensorShard.of_rows(local, *self.stored_at, self._columns[name].release)
 
     def _discard_norms(self) -> None:
         self._prefetched.clear()
@@ -162,6 +169,12 @@ class HostState(OptimizerState):
     def __init__(self, table: HostTable, tables: Mapping[str, RowState], columns: Mapping[str, Column]) -> None:
         super().__init__(table, tables)
         self.columns = columns
+
+    def use(self, rows: int) -> None:
+        """Let the first ``rows`` of the tables' memory be theirs."""
+        super().use(rows)
+        for column in self.columns.values():
+            column.use(rows)
 
     def of(self, chunk: Chunk) -> dict[str, RowState]:
         """The fetched copies that ``chunk.index`` selects rows of; they were fetched with the chunk's rows."""

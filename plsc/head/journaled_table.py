@@ -27,7 +27,8 @@ class JournaledFiles(HostMemory):
 
     def __init__(self, file: Path, shape: TableShape, mesh: Mesh) -> None:
         super().__init__(file, mesh.rank, mesh.world_size, pinned=False)
-        self.journal = UndoJournal(self.prefix, asdict(shape))
+        described = {name: value for name, value in asdict(shape).items() if name != "capacity"}
+        self.journal = UndoJournal(self.prefix, described)
 
     def table(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Column:
         """See :meth:`HostMemory.table`."""

@@ -76,16 +76,24 @@ class RowState:
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, rounding: Rounding = "stochastic"
     ) -> None:
         check_state_dtype(dtype)
-        self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
-        self.scale = torch.zeros(rows, device=device) if dtype == torch.int8 else None
-        self.rounding = rounding
+        scale = torch.zeros(rows, device=device) if dtype == torch.int8 else None
+        self._set(torch.zeros(rows, columns, dtype=dtype, device=device), scale, rounding)
 
     @classmethod
     def over(cls, values: Tensor, scale: Tensor | None, rounding: Rounding) -> "RowState":
         """A table in existing memory: ``values`` (rows, D), and ``scale`` (rows,) where int8."""
         state = cls.__new__(cls)
-        state.values, state.scale, state.rounding = values, scale, rounding
+        state._set(values, scale, rounding)
         return state
+
+    def _set(self, values: Tensor, scale: Tensor | None, rounding: Rounding) -> None:
+        self.values, self.scale, self.rounding = values, scale, rounding
+        self._reserved = values, scale
+
+    def use(self, rows: int) -> None:
+        """Let the first ``rows`` of the memory be the table."""
+        values, scale = self._reserved
+        self.values, self.scale = values[:rows], None if scale is None else scale[:rows]
 
     def read(self, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows as ``dtype``, a copy."""

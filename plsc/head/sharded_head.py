@@ -180,6 +180,7 @@ class ShardedHead(nn.Module):
             _LOG.info("class head: %s", self.backend.describe())
         self.class_range = first, stop = self._own_classes()
         shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
+        shape = self._table_shape(shape)
         table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
         if frozen_rows is not None:
             if update != "fused":
@@ -197,6 +198,9 @@ class ShardedHead(nn.Module):
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
+
+    def _table_shape(self, shape: TableShape) -> TableShape:
+        return shape
 
     def __getattr__(self, name: str) -> Any:
         # parameters are looked up here, and updates of a host table's weight may not be stored yet

@@ -1,0 +1,455 @@
+"""DynamicHead: a class table whose classes come and go while it trains, known by keys and not by numbers.
+
+Each shard keeps its classes dense, in the first rows of memory that was reserved for the most there may be: a pass
+visits consecutive rows as in a fixed table, none is copied when the table grows, and memory that no row has come to is
+not taken from the system (but by a GPU). Where a class goes, the shard's last one takes its place.
+"""
+
+import heapq
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from plsc.arguments import as_integer
+from plsc.errors import UsageError
+from plsc.head.class_table import SMALLEST_NORM, ClassRows, TableShape, class_range, renew_norms
+from plsc.head.key_map import KeyMap, Keys
+from plsc.head.sharded_head import ShardedHead
+from plsc.losses.margins import Margin
+from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
+from plsc.parallel.mesh import Mesh
+
+FirstRows = Literal["mean", "random"]
+_STD = 0.01  # of a row's numbers at its beginning, as in a fixed table
+_NO_LABEL = -1
+_FIXED = {
+    "journal": (False, "savepoints hold a table of one size"),
+    "frozen_rows": (None, "they are numbers of classes"),
+    "averaging_period": (1, "replicas that part would have to insert alike"),
+}
+
+
+class DynamicHead(ShardedHead):
+    """A :class:`plsc.ShardedHead` whose labels are keys, and whose classes are inserted when they are first seen.
+
+    A training batch with a key that has no row inserts it before its loss: on the shard with the fewest classes, the
+    smaller keys first. Ranks that bring the same key make one row, and no result depends on the ranks' order. All that
+    holds of a fixed table's loss, gradients and updates holds here, over the classes that there are.
+
+    Other differences: ``class_range`` are this rank's class numbers, which begin at a multiple of the shard's capacity;
+    ``weight`` has as many rows as there are classes now; AdamW's correction of the bias counts the head's steps, not
+    a row's.
+
+    Communication beside :class:`plsc.ShardedHead`'s: 16 bytes per rank and step; where keys are new, 8 + 4·D bytes for
+    each sample of theirs, to all ranks.
+
+    Args:
+        dim: width D of embeddings and class weights.
+        max_classes: the most classes there may be, over all shards. Memory is reserved for so many rows and taken as
+            they come: a CPU's and the host's. A GPU's, and a mapped file's, is taken at once.
+        mesh: as :class:`plsc.ShardedHead` takes it.
+        margin: likewise.
+        first_rows: what a new class begins with: "mean", the direction of the mean of its unit embeddings in the batch
+            (weight imprinting: Qi et al., CVPR 2018), or "random", N(0, 0.01²), from ``seed`` and key. Both have the
+            length that random rows have, 0.01·√D. Of several sub-centres, those after the first are the mean with
+            noise as large. The optimizer's state begins at zero.
+        **options: :class:`plsc.ShardedHead`'s others, but ``journal``, ``frozen_rows``, ``averaging_period`` and
+            ``update="autograd"``.
+
+    Attributes:
+        key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
+        num_classes: ``max_classes``. :attr:`live_classes` are those that there are.
+
+    Raises:
+        UsageError: an argument is out of its range, or is one that a table of one size takes alone.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_classes: int,
+        mesh: Mesh | None = None,
+        margin: Margin | str | None = None,
+        first_rows: FirstRows = "mean",
+        **options: Any,
+    ) -> None:
+        for name, (default, why) in _FIXED.items():
+            if options.get(name, default) != default:
+                raise UsageError(f"a head whose classes come and go takes no {name}: {why}")
+        if options.get("update", "fused") != "fused":
+            raise UsageError('a head whose classes come and go is updated by its own optimizers: leave update="fused"')
+        if first_rows not in ("mean", "random"):
+            raise UsageError(f'first_rows must be "mean" or "random", not {first_rows!r}')
+        self._max_classes = as_integer(max_classes, "the head's max_classes", 1)
+        super().__init__(dim, max_classes, mesh, margin, **options)
+        self.first_rows, self.key_map = first_rows, KeyMap()
+        self._counts = [0] * self.mesh.head.world_size  # classes of each shard
+        self._resize(self._counts)
+
+    @property
+    def live_classes(self) -> int:
+        """The classes that there are, of all shards."""
+        return sum(self._counts)
+
+    def _own_classes(self) -> tuple[int, int]:
+        first = self.mesh.head.rank * self._shard_capacity
+        return first, first
+
+    @property
+    def _shard_capacity(self) -> int:
+        return -(-self._max_classes // self.mesh.head.world_size)
+
+    def _table_shape(self, shape: TableShape) -> TableShape:
+        capacity = self._shard_capacity * self.centers
+        return replace(shape, total_rows=capacity * self.mesh.head.world_size, capacity=capacity)
+
+    # Losses.
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int] | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss over the global batch, as :meth:`plsc.ShardedHead.forward`.
+
+        Args:
+            embeddings: this rank's (b, D).
+            labels: keys (b,) or (b, K), int64 from 0 on, best on the CPU: those on a GPU are waited for. -1 is no
+                label. In eval mode and under no_grad() nothing is inserted, and keys without a row are no labels.
+            sizes: b of every rank.
+            weights: (b, K) of the labels' losses.
+
+        Raises:
+            UsageError: a key is negative, on whatever rank; there is no room for another class; or as
+                :meth:`plsc.ShardedHead.forward`.
+        """
+        keys = _checked(embeddings, labels)
+        lacking = self._agreed_to_lack(keys)
+        if lacking and self.training and torch.is_grad_enabled():
+            self._insert_new(embeddings.detach(), keys)
+            lacking = False
+        numbers = labels if keys is None else self.numbers_of(labels)
+        if lacking and numbers.dim() == 1:
+            numbers = numbers[:, None]
+        return super().forward(embeddings, numbers, sizes, weights)
+
+    def numbers_of(self, keys: Tensor) -> Tensor:
+        """Return the class numbers of ``keys`` (any shape), int64 on the CPU, -1 where a key has no row."""
+        shards, classes = self.key_map.find(_array(keys))
+        return torch.from_numpy(np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL))
+
+    def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """As :meth:`plsc.ShardedHead.prefetch`, with the keys of the batch, none of which is inserted yet."""
+        numbers = self.numbers_of(labels)
+        super().prefetch(numbers[:, None] if numbers.dim() == 1 else numbers, sizes)
+
+    def _agreed_to_lack(self, keys: Keys | None) -> bool:
+        """Whether any rank has keys without a row; UsageError on all ranks where one has a negative key."""
+        if keys is None:
+            fact = _MALFORMED
+        elif keys.size and keys.min() < (0 if keys.ndim == 1 else _NO_LABEL):
+            fact = _NEGATIVE
+        else:
+            fact = int(((self.key_map.find(keys)[0] < 0) & (keys >= 0)).sum())
+        facts = [fact for (fact,) in all_gather_numbers([fact], self.mesh)]
+        if _NEGATIVE in facts:
+            raise UsageError(
+                f"rank {facts.index(_NEGATIVE)}: keys of classes are integers from 0 on; where samples may lack a "
+                "label, give them as (b, 1), with -1 for none"
+            )
+        return _MALFORMED not in facts and any(facts)
+
+    # Classes that come.
+
+    def insert(self, keys: Tensor | Sequence[int], rows: Tensor | None = None) -> None:
+        """Give each of ``keys`` (m,) without a row a class. Every rank calls with the same arguments.
+
+        Args:
+            keys: int64 from 0 on; those that have a row keep it.
+            rows: (m, D), or (m, K, D) with K sub-centres, the first values; None: random ones.
+
+        Raises:
+            UsageError: ranks differ, rows do not fit, or there is no room.
+        """
+        wanted = self._same_keys(keys)
+        if rows is None:
+            values = self._random_rows(wanted)
+        else:
+            values = rows.detach().cpu().double().reshape(len(rows), -1, self.dim) if rows.numel() else torch.empty(0)
+            if values.shape != (len(wanted), self.centers, self.dim):
+                shape = (len(wanted), *([] if self.centers == 1 else [self.centers]), self.dim)
+                raise UsageError(f"rows are {tuple(rows.shape)}; {len(wanted)} new classes take {shape}")
+        new, first = np.unique(wanted, return_index=True)
+        is_new = self.key_map.find(new)[0] < 0
+        self._add(new[is_new], values[torch.from_numpy(first[is_new])])
+
+    def _insert_new(self, embeddings: Tensor, keys: Keys) -> None:
+        """Insert the keys that have no row on any rank, by this rank's embeddings (b, D) and keys (b,) or (b, K)."""
+        lacking = (self.key_map.find(keys)[0] < 0) & (keys >= 0)
+        samples = np.nonzero(lacking)[0]
+        unit = torch.nn.functional.normalize(embeddings[torch.from_numpy(samples).to(embeddings.device)].float())
+        sizes = [count for (count,) in all_gather_numbers([len(samples)], self.mesh)]
+        device = self.mesh.device
+        found = all_gather_rows(torch.from_numpy(keys[lacking]).to(device), self.mesh, sizes).cpu().numpy()
+        new, of_sample = np.unique(found, return_inverse=True)
+        if self.first_rows == "random":
+            self._add(new, self._random_rows(new))
+            return
+        vectors = all_gather_rows(unit.to(device), self.mesh, sizes).cpu().numpy()
+        # in the order of their bytes: the sum's last bits must not tell which rank had which sample
+        order = sorted(range(len(found)), key=lambda i: (of_sample[i], vectors[i].tobytes()))
+        sums = np.zeros((len(new), self.dim))
+        np.add.at(sums, of_sample[order], vectors[order].astype(np.float64))
+        self._add(new, self._around(torch.from_numpy(sums), new))
+
+    def _around(self, directions: Tensor, keys: Keys) -> Tensor:
+        """First rows (m, K, D) float64 of classes whose embeddings have these mean ``directions`` (m, D)."""
+        noise = self._random_rows(keys)
+        lengths = directions.norm(dim=1, keepdim=True)
+        mean = directions / lengths.clamp(min=SMALLEST_NORM) * (_STD * math.sqrt(self.dim))
+        rows = mean[:, None] + noise * (torch.arange(self.centers) > 0)[:, None]
+        return torch.where((lengths > SMALLEST_NORM)[:, None], rows, noise)
+
+    def _random_rows(self, keys: Keys) -> Tensor:
+        """N(0, 0.01²) (m, K, D) float64, from the seed and each key alone."""
+        rows = torch.empty(len(keys), self.centers, self.dim, dtype=torch.float64)
+        for row, key in zip(rows, keys.tolist(), strict=True):
+            row.normal_(std=_STD, generator=torch.Generator().manual_seed((key ^ self.seed * _SEED_FACTOR) % 2**63))
+        return rows
+
+    def _add(self, keys: Keys, values: Tensor) -> None:
+        """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
+        if self.live_classes + len(keys) > self._max_classes:
+            raise UsageError(
+                f"{len(keys):,} new classes do not fit beside {self.live_classes:,}: the head was made for max_classes "
+                f"= {self._max_classes:,}; make it larger, or remove classes"
+            )
+        counts, shards, classes = list(self._counts), np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
+        heap = [(count, shard) for shard, count in enumerate(counts)]
+        heapq.heapify(heap)
+        for place in range(len(keys)):
+            count, shard = heap[0]
+            shards[place], classes[place] = shard, count
+            heapq.heapreplace(heap, (count + 1, shard))
+            counts[shard] += 1
+        self.key_map.add(keys, shards, classes)
+        own = shards == self.mesh.head.rank
+        had = self._counts[self.mesh.head.rank]
+        self._keep_apart(had)
+        self._resize(counts)
+        self._write(classes[own], values[torch.from_numpy(own)])
+
+    def _keep_apart(self, had: int) -> None:
+        """Let batches that wait for the optimizer have the ``had`` classes that were in their softmax, and no more."""
+        for pending in self.softmax.pending.batches:
+            if pending.selected is None:
+                pending.selected = torch.arange(had, device=self.mesh.device)
+
+    # Classes that go, or change their keys.
+
+    def remove(self, keys: Tensor | Sequence[int]) -> None:
+        """Remove the classes of ``keys``, with all that is stored of them. Every rank calls with the same.
+
+        A class that other keys share stays as theirs. Rows are overwritten at once. A key that a later batch brings is
+        a new class: leave it out of the data too.
+
+        Raises:
+            UsageError: a key has no row; ranks differ; batches wait for the optimizer.
+        """
+        gone = np.unique(self._same_keys(keys))
+        shards, classes = self._rows_of_all(gone)
+        self._refuse_while_batches_wait("classes")
+        self.key_map.discard(gone)
+        counts = list(self._counts)
+        for shard in np.unique(shards).tolist():
+            free = np.unique(classes[shards == shard])
+            taken = self.key_map.classes[self.key_map.shards == shard]
+            free = free[~np.isin(free, taken)]
+            counts[shard] -= len(free)
+            self._close_gaps(shard, free, counts[shard])
+        self._resize(counts)
+
+    def merge(self, sources: Tensor | Sequence[int], into: int) -> None:
+        """Let the keys ``sources`` be of the class of the key ``into``, whose direction becomes the mean of all.
+
+        Its length and its optimizer's state stay. Every rank calls with the same.
+
+        Raises:
+            UsageError: a key has no row; ranks differ; batches wait for the optimizer.
+        """
+        others = np.setdiff1d(self._same_keys(sources), [into])
+        named = self._same_keys([into, *others.tolist()])
+        rows = self.rows_of(named).double()
+        lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
+        mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
+        names = {key: self.key_map.names[key] for key in others.tolist() if key in self.key_map.names}
+        self.remove(others)
+        (shard,), (place,) = self.key_map.find(np.array([into]))
+        self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place))
+        self.key_map.enter_names(names)
+        if shard == self.mesh.head.rank:
+            self._write(np.array([place]), mean[None], keeps_state=True)
+
+    def split(self, key: int, into: Tensor | Sequence[int]) -> None:
+        """Make classes of the keys ``into``, none of which is there, with the rows of ``key``, which stays.
+
+        Samples of the new keys then tell them apart. Every rank calls with the same.
+
+        Raises:
+            UsageError: ``key`` has no row, or one of the others has; ranks differ; there is no room.
+        """
+        new = self._same_keys(into)
+        self._refuse_known(new)
+        self.insert(torch.from_numpy(new), self.rows_of([key]).expand(len(new), -1, -1))
+
+    def rename(self, old: int, new: int) -> None:
+        """Let the class of the key ``old`` be that of ``new``, which is not there. Every rank calls with the same.
+
+        Raises:
+            UsageError: ``old`` has no row, or ``new`` has one; ranks differ.
+        """
+        pair = self._same_keys([old, new])
+        self._rows_of_all(pair[:1])
+        self._refuse_known(pair[1:])
+        self.key_map.renamed(old, new)
+
+    def rows_of(self, keys: Tensor | Sequence[int]) -> Tensor:
+        """Return the rows (m, K, D) of ``keys`` (m,) in the table's dtype, on the CPU, on every rank; all call.
+
+        Raises:
+            UsageError: a key has no row; ranks differ.
+        """
+        shards, classes = self._rows_of_all(self._same_keys(keys))
+        weight = self.weight.detach().view(-1, self.centers, self.dim)
+        rows = torch.zeros(len(shards), self.centers, self.dim, dtype=weight.dtype)
+        own = torch.from_numpy(shards == self.mesh.head.rank)
+        rows[own] = weight[torch.from_numpy(classes)[own].to(weight.device)].cpu()
+        return all_reduce_sum(rows.to(self.mesh.device), self.mesh.head).cpu()
+
+    def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
+        """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
+        targets = free[free < count]
+        sources = np.setdiff1d(np.arange(count, count + len(free)), free)
+        self.key_map.moved(shard, sources, targets)
+        if shard != self.mesh.head.rank:
+            return
+        table, to_rows = self.softmax.table, self._local_rows
+        table.forget_prefetched()
+        table.inverse_norms()
+        for tensor in table.row_tensors():
+            tensor[to_rows(targets)] = tensor[to_rows(sources)]
+            tensor[count * self.centers :] = 0
+        table.norms_are_current()
+
+    def _write(self, classes: Keys, values: Tensor, *, keeps_state: bool = False) -> None:
+        """Store ``values`` (m, K, D) as rows of this shard's ``classes`` (m,), with state of zeros."""
+        table = self.softmax.table
+        table.forget_prefetched()
+        table.inverse_norms()
+        weight, norms, *state = table.row_tensors()
+        rows = self._local_rows(classes)
+        weight[rows] = values.reshape(-1, self.dim).to(weight.device, weight.dtype)
+        renew_norms(ClassRows(weight, norms), rows)
+        for tensor in state if not keeps_state else ():
+            tensor[rows] = 0
+        table.norms_are_current()
+        for pending in self.softmax.pending.batches:
+            pending.version = table.version
+
+    def _local_rows(self, classes: Keys) -> Tensor:
+        device = self.softmax.table.row_tensors()[0].device
+        return ClassRows(torch.empty(0), torch.empty(0), self.centers).rows_of(torch.from_numpy(classes).to(device))
+
+    def _resize(self, counts: list[int]) -> None:
+        """Let the shards have so many classes."""
+        self._counts = counts
+        rank, table = self.mesh.head.rank, self.softmax.table
+        if len(table.parameter) != counts[rank] * self.centers:
+            table.resize(counts[rank] * self.centers)
+        table.stored_at = sum(counts[:rank]) * self.centers, sum(counts) * self.centers
+        first = rank * self._shard_capacity
+        self.class_range = first, first + counts[rank]
+        self.softmax.sampler = replace(self.softmax.sampler, first=first, stop=first + counts[rank])
+
+    def _rows_of_all(self, keys: Keys) -> tuple[NDArray[np.int32], Keys]:
+        shards, classes = self.key_map.find(keys)
+        if (shards < 0).any():
+            raise UsageError(f"the key {keys[shards < 0][0]} has no row in the head")
+        return shards, classes
+
+    def _refuse_known(self, keys: Keys) -> None:
+        known = keys[self.key_map.find(keys)[0] >= 0]
+        if len(known):
+            raise UsageError(f"the key {known[0]} has a row in the head already")
+
+    def _same_keys(self, keys: Tensor | Sequence[int]) -> Keys:
+        """``keys`` as an array; UsageError unless they are keys, and every rank's the same."""
+        listed = np.asarray(keys.cpu() if isinstance(keys, Tensor) else keys)
+        is_list = listed.ndim == 1 and (not listed.size or (listed.dtype.kind in "iu" and int(listed.min()) >= 0))
+        found = listed.astype(np.int64) if is_list else np.empty(0, np.int64)
+        facts = all_gather_numbers([is_list, zlib.crc32(found.tobytes()), len(found)], self.mesh)
+        if not all(fact[0] for fact in facts):
+            raise UsageError("keys of classes are a list of integers from 0 on")
+        if facts.count(facts[0]) != len(facts):
+            raise UsageError("ranks name other keys: every rank calls with the same ones")
+        return found
+
+    # What is stored.
+
+    def mean_norm(self) -> float:
+        """The mean ‖W‖ over all classes and sub-centres that there are; NaN where there is none."""
+        if not self.live_classes:
+            return math.nan
+        return super().mean_norm() * self.num_classes / self.live_classes
+
+    def key_state(self) -> dict[str, Tensor]:
+        """The keys for a checkpoint, as tensors that are the same on every rank; rows are in ``sharded_state()``."""
+        return self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
+
+    def load_key_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().
+
+        Raises:
+            DataError: it is none, or damaged.
+            UsageError: there is no room for so many classes.
+        """
+        numbers = state["classes"]
+        total = int(numbers.max()) + 1 if len(numbers) else 0
+        if total > self._max_classes:
+            raise UsageError(f"max_classes = {self._max_classes:,} is too few for the {total:,} classes that are stored")
+        shards = self.mesh.head.world_size
+        ranges = [class_range(total, shard, shards) for shard in range(shards)]
+        self.key_map.load_state(state, [first for first, _ in ranges])
+        self._resize([stop - first for first, stop in ranges])
+
+    def extra_repr(self) -> str:
+        """For print()."""
+        return f"{self.live_classes} classes now, {super().extra_repr()}"
+
+
+_MALFORMED, _NEGATIVE = -2, -1  # what a rank tells of its keys in place of a number
+_SEED_FACTOR = 0x9E3779B97F4A7C15
+
+
+def _checked(embeddings: Any, labels: Any) -> Keys | None:
+    """Keys as an array; None where a head refuses such embeddings or labels anyway."""
+    if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor) or labels.dim() not in (1, 2):
+        return None
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return None
+    if embeddings.dim() != 2 or not embeddings.is_floating_point() or len(embeddings) != len(labels):
+        return None
+    return _array(labels)
+
+
+def _array(keys: Tensor) -> Keys:
+    return keys.detach().cpu().numpy().astype(np.int64)
