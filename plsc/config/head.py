@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _WORDS_OF_THE_HEAD = {
     "averaging_period": "parallel.head_averaging_period",
     "clip the backbone's alone": "leave optim.clip_head out",
+    "a head whose classes come and go takes": "with head.max_classes, a table takes",
 }
 
 
@@ -70,6 +71,11 @@ class HeadConfig:
         labels_per_step: Labels of a picture that are drawn to have a loss in a step; unset: all.
         negative_filter: Cosine of two classes' rows from which on neither is a negative of the other (PyTorch makes the
             passes then, with 3 products for 2, and a picture of K labels costs as K do); unset: all other classes are.
+        max_classes: The most classes that there may come to be: classes are known by their names then, come into the
+            table when they are first seen, and data.train may have others when the run goes on; unset: those of the
+            data, from the first step to the last.
+        first_rows: What a class that comes in begins with: the mean of its embeddings in the batch (mean), or random
+            numbers; with max_classes.
         frozen_rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first
             that trains), or FILE.npy of class numbers; unset: none.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
@@ -109,6 +115,8 @@ class HeadConfig:
     label_reduction: str = key("mean", choices=("mean", "sum"))
     labels_per_step: int | None = key(None, least=1)
     negative_filter: float | None = key(None, above=0, most=1)
+    max_classes: int | None = key(None, least=1)
+    first_rows: str = key("mean", choices=("mean", "random"))
     frozen_rows: str | None = key(None)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
@@ -159,6 +167,20 @@ class HeadConfig:
         storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
         exchange = ExchangeOptions(run.parallel.head_averaging_period, self.staleness)
         exchange.check(storage, clips=run.optim.clip_head)
+        if self.max_classes is not None:
+            self._check_coming_classes(run)
+
+    def _check_coming_classes(self, run: "Config") -> None:
+        """Raise UsageError where other keys need all classes from the beginning."""
+        from plsc.head.dynamic_head import refuse_fixed
+
+        period = run.parallel.head_averaging_period
+        refuse_fixed({"journal": self.journal, "frozen_rows": self.frozen_rows, "averaging_period": period})
+        if self.init_rows:
+            raise UsageError("head.max_classes and head.init_rows exclude each other: rows of a file have no names")
+        for axis in ("tp", "pp"):
+            if (ranks := getattr(run.parallel, axis)) > 1:
+                raise UsageError(f"head.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out")
 
 
 def make_margin(head: HeadConfig) -> "Margin":

@@ -65,7 +65,7 @@ class DynamicHead(ShardedHead):
 
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
-        num_classes: ``max_classes``. :attr:`live_classes` are those that there are.
+        num_classes: those that there are now, of all shards.
 
     Raises:
         UsageError: an argument is out of its range, or is one that a table of one size takes alone.
@@ -80,23 +80,22 @@ class DynamicHead(ShardedHead):
         first_rows: FirstRows = "mean",
         **options: Any,
     ) -> None:
-        for name, (default, why) in _FIXED.items():
-            if options.get(name, default) != default:
-                raise UsageError(f"a head whose classes come and go takes no {name}: {why}")
+        refuse_fixed(options)
         if options.get("update", "fused") != "fused":
             raise UsageError('a head whose classes come and go is updated by its own optimizers: leave update="fused"')
         if first_rows not in ("mean", "random"):
             raise UsageError(f'first_rows must be "mean" or "random", not {first_rows!r}')
-        self._max_classes = as_integer(max_classes, "the head's max_classes", 1)
+        self.max_classes = as_integer(max_classes, "the head's max_classes", 1)
         super().__init__(dim, max_classes, mesh, margin, **options)
         self.first_rows, self.key_map = first_rows, KeyMap()
+        self._names: Sequence[str] | None = None
+        self._label_keys: Keys | None = None
         self._counts = [0] * self.mesh.head.world_size  # classes of each shard
         self._resize(self._counts)
 
     @property
-    def live_classes(self) -> int:
-        """The classes that there are, of all shards."""
-        return sum(self._counts)
+    def _most_classes(self) -> int:
+        return self.max_classes
 
     def _own_classes(self) -> tuple[int, int]:
         first = self.mesh.head.rank * self._shard_capacity
@@ -104,7 +103,7 @@ class DynamicHead(ShardedHead):
 
     @property
     def _shard_capacity(self) -> int:
-        return -(-self._max_classes // self.mesh.head.world_size)
+        return -(-self.max_classes // self.mesh.head.world_size)
 
     def _table_shape(self, shape: TableShape) -> TableShape:
         capacity = self._shard_capacity * self.centers
@@ -132,7 +131,7 @@ class DynamicHead(ShardedHead):
             UsageError: a key is negative, on whatever rank; there is no room for another class; or as
                 :meth:`plsc.ShardedHead.forward`.
         """
-        keys = _checked(embeddings, labels)
+        keys = self._keys_of(labels) if _are_fit(embeddings, labels) else None
         lacking = self._agreed_to_lack(keys)
         if lacking and self.training and torch.is_grad_enabled():
             self._insert_new(embeddings.detach(), keys)
@@ -142,15 +141,32 @@ class DynamicHead(ShardedHead):
             numbers = numbers[:, None]
         return super().forward(embeddings, numbers, sizes, weights)
 
-    def numbers_of(self, keys: Tensor) -> Tensor:
-        """Return the class numbers of ``keys`` (any shape), int64 on the CPU, -1 where a key has no row."""
-        shards, classes = self.key_map.find(_array(keys))
+    def use_names(self, names: Sequence[str] | None) -> None:
+        """Let labels be places in ``names`` from now on, and their keys those of the names. Every rank calls.
+
+        Args:
+            names: of a data set's classes, such as ``dataset.class_names``; None: labels are keys.
+        """
+        self._names, self._label_keys = names, None if names is None else self.key_map.keys_of(names)
+
+    def numbers_of(self, labels: Tensor) -> Tensor:
+        """Return the class numbers of ``labels`` (any shape), int64 on the CPU, -1 where a key has no row."""
+        shards, classes = self.key_map.find(self._keys_of(labels))
         return torch.from_numpy(np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL))
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """As :meth:`plsc.ShardedHead.prefetch`, with the keys of the batch, none of which is inserted yet."""
         numbers = self.numbers_of(labels)
         super().prefetch(numbers[:, None] if numbers.dim() == 1 else numbers, sizes)
+
+    def _keys_of(self, labels: Tensor) -> Keys:
+        """The keys of ``labels``, of the same shape; what is no place in the names is -2."""
+        given = labels.detach().cpu().numpy().astype(np.int64)
+        if self._label_keys is None:
+            return given
+        inside = (given >= 0) & (given < len(self._label_keys))
+        keys = self._label_keys[np.where(inside, given, 0)] if len(self._label_keys) else given
+        return np.where(inside, keys, np.where(given == _NO_LABEL, _NO_LABEL, -2))
 
     def _agreed_to_lack(self, keys: Keys | None) -> bool:
         """Whether any rank has keys without a row; UsageError on all ranks where one has a negative key."""
@@ -163,8 +179,8 @@ class DynamicHead(ShardedHead):
         facts = [fact for (fact,) in all_gather_numbers([fact], self.mesh)]
         if _NEGATIVE in facts:
             raise UsageError(
-                f"rank {facts.index(_NEGATIVE)}: keys of classes are integers from 0 on; where samples may lack a "
-                "label, give them as (b, 1), with -1 for none"
+                f"rank {facts.index(_NEGATIVE)}: labels are keys from 0 on, or places in the names of use_names(); "
+                "where samples may lack a label, give them as (b, 1), with -1 for none"
             )
         return _MALFORMED not in facts and any(facts)
 
@@ -228,10 +244,10 @@ class DynamicHead(ShardedHead):
 
     def _add(self, keys: Keys, values: Tensor) -> None:
         """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
-        if self.live_classes + len(keys) > self._max_classes:
+        if self.num_classes + len(keys) > self.max_classes:
             raise UsageError(
-                f"{len(keys):,} new classes do not fit beside {self.live_classes:,}: the head was made for max_classes "
-                f"= {self._max_classes:,}; make it larger, or remove classes"
+                f"{len(keys):,} new classes do not fit beside {self.num_classes:,}: max_classes is "
+                f"{self.max_classes:,}; make it larger, or remove classes"
             )
         counts, shards, classes = list(self._counts), np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
         heap = [(count, shard) for shard, count in enumerate(counts)]
@@ -269,6 +285,7 @@ class DynamicHead(ShardedHead):
         shards, classes = self._rows_of_all(gone)
         self._refuse_while_batches_wait("classes")
         self.key_map.discard(gone)
+        self.use_names(self._names)
         counts = list(self._counts)
         for shard in np.unique(shards).tolist():
             free = np.unique(classes[shards == shard])
@@ -371,7 +388,7 @@ class DynamicHead(ShardedHead):
 
     def _resize(self, counts: list[int]) -> None:
         """Let the shards have so many classes."""
-        self._counts = counts
+        self._counts, self.num_classes = counts, sum(counts)
         rank, table = self.mesh.head.rank, self.softmax.table
         if len(table.parameter) != counts[rank] * self.centers:
             table.resize(counts[rank] * self.centers)
@@ -407,9 +424,7 @@ class DynamicHead(ShardedHead):
 
     def mean_norm(self) -> float:
         """The mean ‖W‖ over all classes and sub-centres that there are; NaN where there is none."""
-        if not self.live_classes:
-            return math.nan
-        return super().mean_norm() * self.num_classes / self.live_classes
+        return super().mean_norm() if self.num_classes else math.nan
 
     def key_state(self) -> dict[str, Tensor]:
         """The keys for a checkpoint, as tensors that are the same on every rank; rows are in ``sharded_state()``."""
@@ -424,32 +439,34 @@ class DynamicHead(ShardedHead):
         """
         numbers = state["classes"]
         total = int(numbers.max()) + 1 if len(numbers) else 0
-        if total > self._max_classes:
-            raise UsageError(f"max_classes = {self._max_classes:,} is too few for the {total:,} classes that are stored")
+        if total > self.max_classes:
+            raise UsageError(f"max_classes = {self.max_classes:,} is too few for the {total:,} classes that are stored")
         shards = self.mesh.head.world_size
         ranges = [class_range(total, shard, shards) for shard in range(shards)]
         self.key_map.load_state(state, [first for first, _ in ranges])
         self._resize([stop - first for first, stop in ranges])
+        self.use_names(self._names)
 
     def extra_repr(self) -> str:
         """For print()."""
-        return f"{self.live_classes} classes now, {super().extra_repr()}"
+        return f"{super().extra_repr()}, at most {self.max_classes} classes"
+
+
+def refuse_fixed(options: Mapping[str, Any]) -> None:
+    """Raise UsageError where arguments of a head are those that a table of one size takes alone."""
+    for name, (default, why) in _FIXED.items():
+        if options.get(name, default) != default:
+            raise UsageError(f"a head whose classes come and go takes no {name}: {why}")
 
 
 _MALFORMED, _NEGATIVE = -2, -1  # what a rank tells of its keys in place of a number
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
-def _checked(embeddings: Any, labels: Any) -> Keys | None:
-    """Keys as an array; None where a head refuses such embeddings or labels anyway."""
+def _are_fit(embeddings: Any, labels: Any) -> bool:
+    """Whether a head takes such embeddings and labels at all."""
     if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor) or labels.dim() not in (1, 2):
-        return None
+        return False
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return None
-    if embeddings.dim() != 2 or not embeddings.is_floating_point() or len(embeddings) != len(labels):
-        return None
-    return _array(labels)
-
-
-def _array(keys: Tensor) -> Keys:
-    return keys.detach().cpu().numpy().astype(np.int64)
+        return False
+    return embeddings.dim() == 2 and embeddings.is_floating_point() and len(embeddings) == len(labels)

@@ -199,6 +199,11 @@ class ShardedHead(nn.Module):
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
 
+    @property
+    def _most_classes(self) -> int:
+        """The classes that there ever are, which bound the logits."""
+        return self.num_classes
+
     def _table_shape(self, shape: TableShape) -> TableShape:
         return shape
 
@@ -295,9 +300,9 @@ class ShardedHead(nn.Module):
             kinds = f"{type(margin).__name__}, not {type(self.margin).__name__}"
             raise UsageError(f"a head keeps its kind of margin, and this one is {kinds}: make another head")
         self._refuse_while_batches_wait("margin")
-        was_bounded = is_bounded(self.margin, self.num_classes)
+        was_bounded = is_bounded(self.margin, self._most_classes)
         self.margin = self.softmax.margin = margin
-        if is_bounded(margin, self.num_classes) != was_bounded:  # kernels take bounded logits alone
+        if is_bounded(margin, self._most_classes) != was_bounded:  # kernels take bounded logits alone
             self.backend = self.softmax.backend = self._chosen_backend()
 
     def set_sample_rate(self, sample_rate: float) -> None:
@@ -325,7 +330,7 @@ class ShardedHead(nn.Module):
             self.centers,
             self.margin,
             self.fp32_precision,
-            self.num_classes,
+            self._most_classes,
             self.negative_filter is not None,
         )
         backend = choose_backend(shape, requested=self._requested_backend)

@@ -225,7 +225,7 @@ def plan_config(config: Config, classes: int | Sequence[int], world: int, per_no
     first, *others = (
         PlanConfig(
             table.config,
-            count,
+            max(count, table.config.head.max_classes or 0),
             world,
             min(per_node, world),
             head_ranks,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.head.dynamic_head import DynamicHead
 from plsc.head.low_precision import quantize_rows, scale_name
 from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 from plsc.parallel.tensor_shard import TensorShard
@@ -64,9 +65,8 @@ def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
     if components.tables[0].of.config.head.journal:
         raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, step))
         return {}
-    return {
-        name: table for prefix, tables in _tables_of(components) for name, table in prefixed(prefix, tables).items()
-    }
+    tables = _tables_of(components) + [(prefix, _stored_keys(head)) for prefix, head in _dynamic(components)]
+    return {name: table for prefix, found in tables for name, table in prefixed(prefix, found).items()}
 
 
 def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> None:
@@ -77,6 +77,7 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
         DataError: the checkpoint's savepoint is not one of the table here.
     """
     journal, identities = components.undo_journal, stored.state.get("savepoints")
+    _restore_keys(components, stored)
     if identities is None:
         if journal is not None:
             journal.refuse_if_adopted()
@@ -97,6 +98,39 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
         )
     if journal is not None:
         components.tables[0].head.roll_back(stored.step)
+
+
+def _dynamic(components: TrainComponents) -> list[tuple[str, DynamicHead]]:
+    """The heads whose classes come and go, each with the prefix of its keys' names in a checkpoint."""
+    tables = components.tables
+    return [(f"keys.{each.of.prefix}", each.head) for each in tables if isinstance(each.head, DynamicHead)]
+
+
+def _stored_keys(head: DynamicHead) -> dict[str, TensorShard]:
+    """The keys of a head, all of which its first rank writes."""
+    state, rows = head.key_state(), {}
+    for name, tensor in state.items():
+        own = tensor if head.mesh.is_main else tensor[:0]
+        rows[name] = TensorShard.of_rows(own, 0 if head.mesh.is_main else len(tensor), len(tensor))
+    return rows
+
+
+def _restore_keys(components: TrainComponents, stored: StoredCheckpoint) -> None:
+    """Let heads have the classes whose rows come next.
+
+    Raises:
+        UsageError: the classes of the run came and went and do not any more, or the other way round.
+    """
+    heads = _dynamic(components)
+    named = {name.rpartition(".")[0] + "." for name in stored.stored if name.startswith("keys.")}
+    if named != {prefix for prefix, _ in heads}:
+        was, now = ("set", "unset") if named else ("unset", "set")
+        raise UsageError(
+            f"head.max_classes was {was} when the run began and is {now} now; set it back to go on, or begin another "
+            "run (another --out), with --init_weights RUN/model.safetensors to build on this one"
+        )
+    for prefix, head in heads:
+        head.load_key_state(stored.read(prefix))
 
 
 def savepoints(components: TrainComponents) -> list[str | None] | None:

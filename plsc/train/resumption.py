@@ -154,6 +154,10 @@ def resumption_lines(
     lines = [f"changed on resume: {change}" for change in changed_keys(stored.state["config"], components.config)]
     if components.mesh.is_main:
         lines += changed_tables(stored, components)
+    before, data = stored.state["data"], components.data
+    if before != data:
+        now = f"{counted(data['images'], 'image')} of {counted(data['classes'], 'class')}"
+        lines.append(f"other data: {now}, before {before['images']:,} of {before['classes']:,}; the epoch begins anew")
     lines += [f"left out: {what} of the checkpoint" for what in _dropped(stored, components)]
     lines += [f"set aside as superseded-{later.name}: it is of a later step" for later in superseded]
     if components.exchange.forgets:

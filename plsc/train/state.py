@@ -78,7 +78,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_state(stored)
     state = stored.state
     _check_config(state["config"], components.config)
-    _check_data(state["data"], components)
+    is_same_data = _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
     restore_tables(components, stored)
     stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
@@ -88,7 +88,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     restore_numbers(components, stored)
     if state["scaler"] and components.scaler.is_enabled():
         components.scaler.load_state_dict(state["scaler"])
-    components.loader.load_state_dict(state["loader"])
+    components.loader.load_state_dict(state["loader"] if is_same_data else _begun_anew(state))
     schedule_step = _schedule_step(components, state["step"])
     return Position(state["step"], schedule_step, state["skipped"], state["best"], state.get("accuracy"))
 
@@ -188,7 +188,16 @@ def _with_contract(config: Config) -> Config:
     return dataclasses.replace(config, data=config.data.with_contract(config.data.preprocessing))
 
 
-def _check_data(before: dict[str, Any], components: TrainComponents) -> None:
+def _begun_anew(state: dict[str, Any]) -> dict[str, int]:
+    """The loader's position where other data goes on: the beginning of the epoch that was not over."""
+    loader = state["loader"]
+    return {"epoch": loader["epoch"] + (loader["consumed"] >= state["epoch_samples"]), "consumed": 0}
+
+
+def _check_data(before: dict[str, Any], components: TrainComponents) -> bool:
+    """Whether the data is what the run had so far; UsageError where it is not, and classes cannot come and go."""
+    if all(table.of.config.head.max_classes is not None for table in components.tables):
+        return before == components.data
     for name, now in components.data.items():
         if before[name] != now:
             what = "labels are others"
@@ -198,6 +207,7 @@ def _check_data(before: dict[str, Any], components: TrainComponents) -> None:
                 f"data.train = {components.dataset.source} is not what the run began with: its {what}; bring that "
                 "data back, or begin another run (another --out), with --init_weights RUN/model.safetensors"
             )
+    return True
 
 
 def _check_frozen(before: list[str], components: TrainComponents) -> None:
