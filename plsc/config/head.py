@@ -132,7 +132,7 @@ class HeadConfig:
         try:
             self._check_table(run)
         except UsageError as error:
-            text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
+            text = re.sub(r"\b(placement|journal|staleness|frozen_rows)\b", r"head.\1", str(error))
             for of_the_head, of_a_key in _WORDS_OF_THE_HEAD.items():
                 text = text.replace(of_the_head, of_a_key)
             yield text

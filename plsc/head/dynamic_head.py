@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from plsc.losses.margins import Margin
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-FirstRows = Literal["mean", "random"]
 _STD = 0.01  # of a row's numbers at its beginning, as in a fixed table
 _NO_LABEL = -1
 _FIXED = {
@@ -77,7 +76,7 @@ class DynamicHead(ShardedHead):
         max_classes: int,
         mesh: Mesh | None = None,
         margin: Margin | str | None = None,
-        first_rows: FirstRows = "mean",
+        first_rows: str = "mean",
         **options: Any,
     ) -> None:
         refuse_fixed(options)
@@ -133,7 +132,7 @@ class DynamicHead(ShardedHead):
         """
         keys = self._keys_of(labels) if _are_fit(embeddings, labels) else None
         lacking = self._agreed_to_lack(keys)
-        if lacking and self.training and torch.is_grad_enabled():
+        if lacking and keys is not None and self.training and torch.is_grad_enabled():
             self._insert_new(embeddings.detach(), keys)
             lacking = False
         numbers = labels if keys is None else self.numbers_of(labels)
@@ -259,16 +258,8 @@ class DynamicHead(ShardedHead):
             counts[shard] += 1
         self.key_map.add(keys, shards, classes)
         own = shards == self.mesh.head.rank
-        had = self._counts[self.mesh.head.rank]
-        self._keep_apart(had)
         self._resize(counts)
         self._write(classes[own], values[torch.from_numpy(own)])
-
-    def _keep_apart(self, had: int) -> None:
-        """Let batches that wait for the optimizer have the ``had`` classes that were in their softmax, and no more."""
-        for pending in self.softmax.pending.batches:
-            if pending.selected is None:
-                pending.selected = torch.arange(had, device=self.mesh.device)
 
     # Classes that go, or change their keys.
 
@@ -305,11 +296,11 @@ class DynamicHead(ShardedHead):
         """
         others = np.setdiff1d(self._same_keys(sources), [into])
         named = self._same_keys([into, *others.tolist()])
-        rows = self.rows_of(named).double()
+        rows = self.rows_of(named.tolist()).double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
         mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
         names = {key: self.key_map.names[key] for key in others.tolist() if key in self.key_map.names}
-        self.remove(others)
+        self.remove(others.tolist())
         (shard,), (place,) = self.key_map.find(np.array([into]))
         self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place))
         self.key_map.enter_names(names)

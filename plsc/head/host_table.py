@@ -74,7 +74,10 @@ class HostTable(ClassTable):
             weight, norms = self.weight.values, self.inverse_norm.values
             return StreamedRows(weight, norms, self.centers, host=self, update=columns)
         stages = [rows.stage for rows in before if isinstance(rows, FetchedRows)]
-        stage = stages[0] if len(stages) == 1 else self.staging.combine(self._rows_of(selected), stages)
+        if not stages:  # batches took all the classes that there were, and more have come since
+            stage = self.fetched_now(self._rows_of(selected))
+        else:
+            stage = stages[0] if len(stages) == 1 else self.staging.combine(self._rows_of(selected), stages)
         if columns is not None:
             self.staging.complete(stage, columns.values())
         return self._rows_in(stage, selected, update=columns)

@@ -80,7 +80,8 @@ class KeyMap:
 
     def keys_at(self, shard: int, classes: Keys) -> Keys:
         """Return the keys of some of a shard's classes."""
-        return self.keys[(self.shards == shard) & np.isin(self.classes, classes)]
+        found: Keys = self.keys[(self.shards == shard) & np.isin(self.classes, classes)]
+        return found
 
     def moved(self, shard: int, sources: Keys, targets: Keys) -> None:
         """Record that a shard's classes ``sources`` (sorted) have become ``targets``."""

@@ -338,7 +338,7 @@ class ShardedSoftmax:
 
     def _pass_inputs(self, pending: list[PendingBackward], update: OptimizerState | None) -> PassInputs:
         """The input of pass 2 over the concatenation of ``pending``."""
-        selected, member = _union(pending)
+        selected, member = _union(pending, self.table.shape.rows // self.table.centers)
         if update is not None:
             self.exchange.record(selected)
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
@@ -411,11 +411,15 @@ def _shards_gradient(pull: Tensor, partial: PartialSoftmax, normalized: Normaliz
     return pull.mul_(scale)
 
 
-def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
-    """The classes that any batch selected (None: all), and which of them each sample's softmax held (None: all)."""
-    sets = [p.selected for p in pending if p.selected is not None]
-    if not sets:
+def _union(pending: list[PendingBackward], count: int) -> tuple[Tensor | None, Tensor | None]:
+    """The classes that any batch selected (None: all), and which of them each sample's softmax held (None: all).
+
+    Of the shard's ``count`` classes, some may have come after a batch that took all there were.
+    """
+    if all(p.selected is None and p.rows.num_classes == count for p in pending):
         return None, None
+    device = pending[0].log_z.device
+    sets = [torch.arange(p.rows.num_classes, device=device) if p.selected is None else p.selected for p in pending]
     if len(sets) == 1:
         return sets[0], None
     union = torch.cat(sets).unique()

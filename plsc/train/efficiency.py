@@ -134,7 +134,9 @@ class EfficiencyMeter:
         for table in components.tables:
             head, share = table.head, table.of.batch_share / shares
             shards = head.mesh.head.world_size
-            centers = centers_in_step(max(head.num_classes, 1), head.centers, head.sample_rate, shards, round(batch * share))
+            centers = centers_in_step(
+                max(head.num_classes, 1), head.centers, head.sample_rate, shards, round(batch * share)
+            )
             of_heads += share * head_flops(head.dim, centers, trains_backbone=trains_backbone)
         return backbone + of_heads
 

@@ -77,7 +77,8 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
         DataError: the checkpoint's savepoint is not one of the table here.
     """
     journal, identities = components.undo_journal, stored.state.get("savepoints")
-    _restore_keys(components, stored)
+    for prefix, head in _dynamic(components):
+        head.load_key_state(stored.read(prefix))
     if identities is None:
         if journal is not None:
             journal.refuse_if_adopted()
@@ -115,22 +116,15 @@ def _stored_keys(head: DynamicHead) -> dict[str, TensorShard]:
     return rows
 
 
-def _restore_keys(components: TrainComponents, stored: StoredCheckpoint) -> None:
-    """Let heads have the classes whose rows come next.
-
-    Raises:
-        UsageError: the classes of the run came and went and do not any more, or the other way round.
-    """
-    heads = _dynamic(components)
+def check_keys(components: TrainComponents, stored: StoredCheckpoint) -> None:
+    """Raise UsageError where classes came and went and do not any more, or the other way round."""
     named = {name.rpartition(".")[0] + "." for name in stored.stored if name.startswith("keys.")}
-    if named != {prefix for prefix, _ in heads}:
+    if named != {prefix for prefix, _ in _dynamic(components)}:
         was, now = ("set", "unset") if named else ("unset", "set")
         raise UsageError(
             f"head.max_classes was {was} when the run began and is {now} now; set it back to go on, or begin another "
             "run (another --out), with --init_weights RUN/model.safetensors to build on this one"
         )
-    for prefix, head in heads:
-        head.load_key_state(stored.read(prefix))
 
 
 def savepoints(components: TrainComponents) -> list[str | None] | None:

@@ -13,6 +13,7 @@ from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import (
     capture_tables,
+    check_keys,
     check_numbers,
     prefixed,
     restore_numbers,
@@ -78,6 +79,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_state(stored)
     state = stored.state
     _check_config(state["config"], components.config)
+    check_keys(components, stored)
     is_same_data = _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
     restore_tables(components, stored)

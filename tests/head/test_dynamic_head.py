@@ -12,7 +12,6 @@ from support.head_problems import HIGH, LOW
 import plsc
 from plsc.errors import UsageError
 from plsc.head.key_map import KeyMap
-from plsc.parallel.collectives import all_gather_rows
 
 DIM, LR, MOMENTUM, DECAY = 12, 0.3, 0.9, 1e-3
 ARC = plsc.ArcFace(s=16.0, m=0.3)
@@ -116,7 +115,8 @@ def given_row(key: int) -> torch.Tensor:
 
 def change(head: plsc.DynamicHead, name: str, arguments: list) -> None:
     if name == "insert":
-        head.insert(arguments[0], torch.cat([given_row(key) for key in arguments[0]]))
+        rows = torch.stack([given_row(key).expand(head.centers, -1) for key in arguments[0]])
+        head.insert(arguments[0], rows)
     else:
         getattr(head, name)(*arguments)
 
@@ -138,7 +138,7 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
             change(head, name, arguments)
     keys = head.key_map.keys
     counts = [int(n) for n in np.bincount(head.key_map.shards, minlength=mesh.head.world_size)]
-    return losses, keys, head.rows_of(torch.from_numpy(keys)), counts, head.live_classes
+    return losses, keys, head.rows_of(torch.from_numpy(keys)), counts, head.num_classes
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,261 @@ def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, he
         assert relative_error(rows, want) < 1e-6
         assert live == len(oracle.rows)
         assert sum(counts) == len(oracle.classes)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_no_bit_tells_which_rank_brought_a_class(ranks, order):
+    """The same samples, on other ranks: keys and first rows are the same, though two ranks bring the same keys."""
+    one, *_ = ranks(3, inserted, [4, 4, 4], [0, 1, 2])
+    other, *_ = ranks(3, inserted, [4, 4, 4], order)
+    assert np.array_equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    assert max(one[2]) - min(one[2]) <= 1
+
+
+def inserted(mesh, sizes, order):
+    head = plsc.DynamicHead(DIM, 50, mesh, ARC, weight_dtype=torch.float32)
+    plsc.HeadSGD(head, lr=LR)
+    x, _ = batch(0)
+    keys = torch.tensor([7, 3, 9, 3, 7, 5, 3, 1, 9, 3, 2, 4])
+    place = order[mesh.rank]
+    head(x.float().split(sizes)[place].requires_grad_(), keys.split(sizes)[place])
+    return (
+        head.key_map.keys,
+        head.rows_of(torch.from_numpy(head.key_map.keys)),
+        np.bincount(head.key_map.shards).tolist(),
+    )
+
+
+STORED = [
+    {**LOW},
+    {**LOW, "sample_rate": 0.4, "centers": 2},
+    {"weight_dtype": torch.float32, "sample_rate": 0.0, "placement": "host"},
+]
+
+
+@pytest.mark.parametrize("options", STORED, ids=["int8", "sampled sub-centres", "positives alone"])
+@pytest.mark.parametrize("placement", ["host", "mmap"])
+def test_storages_do_not_change_a_bit(ranks, tmp_path, options, placement):
+    placed = "host" if placement == "host" else f"mmap:{tmp_path / 'table'}"
+    (device, *_), (other, *_) = (
+        ranks(2, train, [9, 3], 11, {**options, "placement": where}) for where in ("device", placed)
+    )
+    assert torch.equal(torch.stack(device[0]), torch.stack(other[0]))
+    assert torch.equal(device[2], other[2])
+
+
+def several_labels(mesh, prefetches):
+    """Losses and rows where samples have two keys or one, and rows are fetched ahead."""
+    options = {"placement": "host", "sample_rate": 0.3} if prefetches else {}
+    head = plsc.DynamicHead(DIM, 120, mesh, ARC, **HIGH, **options)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    losses = []
+    for step in range(4):
+        x, keys = batch(step)
+        keys = torch.stack([keys, torch.where(keys % 2 == 0, keys + 1, -1)], 1)
+        x, keys = (part.split([9, 3] if mesh.world_size == 2 else [12])[mesh.rank] for part in (x, keys))
+        if prefetches:
+            head.prefetch(keys)
+        loss = head(x.requires_grad_(), keys)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), head.num_classes
+
+
+def test_samples_of_several_keys_on_ranks_are_those_of_one_process(ranks):
+    (one,), (two, *_) = ranks(1, several_labels, False), ranks(2, several_labels, False)
+    assert relative_error(two[0], one[0]) < 1e-7
+    assert two[1] == one[1] > 12
+    losses, classes = ranks(2, several_labels, True)[0]
+    assert losses.isfinite().all()
+    assert classes == one[1]
+
+
+@pytest.mark.parametrize("placement", ["device", "mmap"])
+def test_a_batch_that_waits_has_the_classes_of_its_own_softmax(placement, tmp_path):
+    placement = f"mmap:{tmp_path / 'table'}" if placement == "mmap" else placement
+    head = plsc.DynamicHead(DIM, 50, margin=ARC, placement=placement, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    oracle = Rows()
+    x, keys = batch(0)
+    oracle.step(x, keys)
+    train_step(head, optimizer, x, keys)
+    firsts = {key: oracle.rows[oracle.classes[key]] for key in oracle.classes}
+    later, new = batch(1)
+    new = new + 500  # none of which is there yet
+    for part, labels in ((x, keys), (later, new)):
+        head(part.clone().requires_grad_(), labels).backward()
+    order = [*sorted(set(keys.tolist())), *sorted(set(new.tolist()))]
+    before = head.rows_of(order).detach().clone()
+    optimizer.step()
+    assert sorted(order) == head.key_map.keys.tolist()
+    weight = before[:, 0].clone().requires_grad_()
+    own = len(firsts)
+    first = ORACLE.loss(x, torch.tensor([order.index(key) for key in keys.tolist()]), weight[:own])
+    second = ORACLE.loss(later, torch.tensor([order.index(key) for key in new.tolist()]), weight)
+    (first + second).backward()
+    assert relative_error(before[:, 0] - head.rows_of(order)[:, 0], LR * weight.grad) < 1e-7  # by arccos near 1
+
+
+def train_step(head, optimizer, x, keys):
+    loss = head(x.clone().requires_grad_(), keys)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def saved(mesh, folder, first, last, sizes):
+    """Steps [first, last) of a run that goes on from ``folder``, or is saved there."""
+    from torch.distributed import checkpoint
+
+    head = plsc.DynamicHead(DIM, 120, mesh, ARC, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    if first:
+        head.load_key_state(torch.load(folder / "keys.pt", weights_only=True))
+        state = {**head.sharded_state(), **optimizer.sharded_state()}
+        checkpoint.load(state, checkpoint_id=folder / "rows", process_group=mesh.group)
+    losses = []
+    for step in range(first, last):
+        x, keys = (part.split(sizes)[mesh.rank] for part in batch(step))
+        losses.append(train_step(head, optimizer, x, keys))
+        for name, *arguments in changes_after(step, set(head.key_map.keys.tolist())):
+            change(head, name, arguments)
+    if not first:
+        state = {**head.sharded_state(), **optimizer.sharded_state()}
+        checkpoint.save(state, checkpoint_id=folder / "rows", process_group=mesh.group)
+        if mesh.is_main:
+            torch.save(head.key_state(), folder / "keys.pt")
+    return losses
+
+
+def test_a_table_that_was_saved_at_four_ranks_goes_on_at_three(ranks, tmp_path):
+    losses, _ = expected(12)
+    before = ranks(4, saved, tmp_path, 0, 7, [5, 1, 0, 6])[0]
+    after = ranks(3, saved, tmp_path, 7, 12, [7, 0, 5])[0]
+    assert relative_error(torch.stack([*before, *after]), torch.stack(losses)) < 1e-7
+
+
+def test_rows_that_saw_no_sample_keep_their_bits():
+    head = plsc.DynamicHead(DIM, 50, margin=ARC, sample_rate=0.0)
+    optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    x, keys = batch(0)
+    train_step(head, optimizer, x.float(), keys)
+    old = sorted(set(keys.tolist()))
+    before = head.rows_of(old)
+    later = torch.arange(600, 612)
+    later[0] = old[0]
+    train_step(head, optimizer, x.float(), later)
+    assert torch.equal(head.rows_of(old[1:]), before[1:])
+    assert not torch.equal(head.rows_of(old[:1]), before[:1])
+
+
+def test_a_removed_class_leaves_no_number_behind():
+    head = plsc.DynamicHead(DIM, 50, margin=ARC)
+    optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM)
+    head.use_names([f"person {number}" for number in range(12)])
+    x, _ = batch(0)
+    train_step(head, optimizer, x.float(), torch.arange(12))
+    gone = head.key_map.keys_of(["person 3", "person 11"])
+    rows = head.rows_of(torch.from_numpy(gone))
+    reserved = [head.softmax.table._reserved, *(state._reserved[0] for state in optimizer.tables.values())]
+    content = b"".join(tensor.numpy().tobytes() for tensor in reserved)
+    assert all(row.numpy().tobytes() in content for row in rows)
+    head.use_names([f"person {number}" for number in range(12) if number not in (3, 11)])
+    head.remove(torch.from_numpy(gone))
+    content = b"".join(tensor.numpy().tobytes() for tensor in reserved)
+    assert not any(row.numpy().tobytes() in content for row in rows)
+    text = head.key_state()["name_bytes"].numpy().tobytes()
+    assert b"person 4" in text
+    assert b"person 3" not in text
+    train_step(head, optimizer, x.float()[:10], torch.arange(10))
+    assert head.num_classes == 10
+
+
+def test_ten_thousand_names_of_one_hash_get_a_key_each(monkeypatch):
+    from plsc.head import key_map
+
+    real = key_map.name_key
+    monkeypatch.setattr(key_map, "name_key", lambda name, attempt=0: real(name, attempt) if attempt else 42)
+    names = [f"{number}" for number in range(10_000)]
+    one, other = KeyMap(), KeyMap()
+    keys = one.keys_of(names)
+    assert len(np.unique(keys)) == len(names)
+    assert np.array_equal(other.keys_of(names[::-1])[::-1], keys)
+    assert np.array_equal(one.keys_of(names[:7]), keys[:7])
+    shards = np.zeros(len(keys), np.int32)
+    one.add(keys, shards, np.arange(len(keys)))
+    third = KeyMap()
+    third.load_state(one.state([0]), [0])
+    assert np.array_equal(third.keys_of(names), keys)
+    assert np.array_equal(third.find(keys)[1], np.arange(len(keys)))
+
+
+def wrong(mesh, case):
+    head = plsc.DynamicHead(DIM, 6, mesh, ARC)
+    plsc.HeadSGD(head, lr=LR)
+    x, _ = batch(0)
+    head.insert([10, 11, 12])
+    try:
+        if case == "negative":
+            head(x.float(), torch.full((12,), -5 if mesh.rank == 1 else 10))
+        elif case == "full":
+            head(x.float().requires_grad_(), torch.arange(12))
+        elif case == "unknown":
+            head.remove([10, 99])
+        elif case == "other keys":
+            head.remove([10 + mesh.rank])
+        elif case == "known":
+            head.rename(10, 11)
+        elif case == "waiting":
+            head(x.float().requires_grad_(), torch.full((12,), 10)).backward()
+            head.remove([10])
+        elif case == "rows":
+            head.insert([20], torch.zeros(2, DIM))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("negative", "rank 1: labels are keys from 0 on"),
+        ("full", "10 new classes do not fit beside 3: max_classes is 6"),
+        ("unknown", "the key 99 has no row in the head"),
+        ("other keys", "ranks name other keys"),
+        ("known", "the key 11 has a row in the head already"),
+        ("waiting", "the head's classes cannot change between a loss and its step()"),
+        ("rows", r"rows are \(2, 12\); 1 new classes take \(1, 12\)"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks, case, message):
+    for said in ranks(2, wrong, case):
+        assert said.startswith(message.replace("\\", ""))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"journal": True, "placement": "mmap:table"},
+        {"frozen_rows": "all"},
+        {"averaging_period": 3},
+        {"update": "autograd"},
+        {"first_rows": "zeros"},
+    ],
+)
+def test_arguments_of_fixed_tables_are_refused(options):
+    with pytest.raises(UsageError, match=r"classes come and go|first_rows must be"):
+        plsc.DynamicHead(DIM, 6, **options)
+
+
+def test_without_training_unknown_keys_are_no_labels():
+    head = plsc.DynamicHead(DIM, 6, margin=ARC, **HIGH)
+    head.insert([10, 11])
+    x, _ = batch(0, 3)
+    head.eval()
+    loss = head(x, torch.tensor([10, 99, 11]))
+    assert relative_error(loss, head(x[[0, 2]], torch.tensor([10, 11]))) < 1e-12
+    assert head.num_classes == 2
+    assert head.mean_norm() == pytest.approx(0.01 * DIM**0.5, rel=0.5)

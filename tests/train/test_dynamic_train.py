@@ -1,0 +1,89 @@
+"""Runs whose classes are known by name: other data goes on with the rows of before, on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
+
+from plsc.head.key_map import KeyMap
+from plsc.train.metrics import read_metrics
+
+Ranks = Any
+DYNAMIC = {
+    "backbone": "plain",
+    "sync_batchnorm": True,
+    "epochs": None,
+    "steps": 10,
+    "data.batch_size": 12,
+    "head.max_classes": 14,
+}
+
+
+def rows_by_name(mesh: Any, out: Path, step: int) -> dict[str, torch.Tensor]:
+    """The class rows of a checkpoint by the names of their classes."""
+    weight, state = stored(mesh, out, step, "head.")["weight"], stored(mesh, out, step, "keys.")
+    keys = KeyMap()
+    keys.load_state(state, [0])
+    return {keys.names[key]: weight[row] for key, row in zip(keys.keys.tolist(), keys.classes.tolist(), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank, never interrupted, and on other data after its tenth step."""
+    out = tmp_path_factory.mktemp("dynamic") / "run"
+    ranks(1, run, out, DYNAMIC)
+    return out
+
+
+def test_a_run_killed_at_three_ranks_goes_on_at_two(whole: Path, tmp_path: Path, ranks: Ranks) -> None:
+    killed = Killable(3, tmp_path, {**DYNAMIC, "data.batch_size": 4})
+    killed.wait_for_step(6)
+    killed.kill([0, 1, 2])
+    killed.wait()
+    ranks(2, run, tmp_path, {**DYNAMIC, "data.batch_size": 6}, "auto")
+    assert_same_losses(tmp_path, whole, rel=1e-5)
+    (mine, *_), (theirs, *_) = ranks(2, rows_by_name, tmp_path, 10), ranks(1, rows_by_name, whole, 10)
+    assert mine.keys() == theirs.keys() == {f"avatar-{number}" for number in range(10)}
+    for name, row in mine.items():
+        assert torch.allclose(row, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_other_data_goes_on_with_the_rows_of_before(whole: Path, ranks: Ranks) -> None:
+    (before,) = ranks(1, rows_by_name, whole, 10)
+    more = {**DYNAMIC, "data.train": "avatars:6x6@6", "steps": 13, "head.sample_rate": 0.0, "optim.weight_decay": 0.0}
+    (result,) = ranks(1, run, whole, more, "auto")
+    assert result["classes"] == 6
+    log = (whole / "train.log").read_text()
+    assert "10 classes by name, at most 14; arcface" in log
+    assert "other data: 36 images of 6 classes, before 60 of 10; the epoch begins anew" in log
+    (after,) = ranks(1, rows_by_name, whole, 13)
+    assert after.keys() == {f"avatar-{number}" for number in range(12)}
+    moved = {name for name, row in before.items() if not torch.equal(row, after[name])}
+    assert moved == {f"avatar-{number}" for number in range(6, 10)}
+    assert [line["step"] for line in read_metrics(whole)][-4:] == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head.max_classes": None}, "head.max_classes was set when the run began and is unset now"),
+        ({"head.max_classes": 9}, "head.max_classes = 9, and data.train has 10 classes"),
+        ({"head.max_classes": 11, "data.train": "avatars:2x6"}, "max_classes = 11 is too few for the 12 classes"),
+    ],
+)
+def test_what_does_not_go_on_is_refused(whole: Path, ranks: Ranks, changes: dict[str, Any], message: str) -> None:
+    (said,) = ranks(1, refusal, whole, {**DYNAMIC, "steps": 20, **changes}, "auto")
+    assert message in said
+
+
+def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ranks) -> None:
+    tables = [
+        {"name": "faces", "data": {"train": "avatars:10x6"}, "head": {"max_classes": 20, "placement": "host"}},
+        {"name": "scenes", "data": {"train": "avatars:8x4@50"}},
+    ]
+    changes = {**DYNAMIC, "head.max_classes": None, "steps": 5, "table": tables, "head.momentum_dtype": "int8"}
+    ranks(1, run, tmp_path / "one", {**changes, "checkpoint.every_steps": 2})
+    ranks(2, run, tmp_path / "two", {**changes, "data.batch_size": 6, "checkpoint.every_steps": 2})
+    assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-3)
