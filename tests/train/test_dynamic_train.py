@@ -1,5 +1,6 @@
 """Runs whose classes are known by name: other data goes on with the rows of before, on any number of ranks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
 
+from plsc.errors import UsageError
 from plsc.head.key_map import KeyMap
+from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
 from plsc.train.metrics import read_metrics
+from plsc.train.named_table import NamedTable, files_that_hold, forget_names
 
 Ranks = Any
 DYNAMIC = {
@@ -87,3 +91,70 @@ def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ran
     ranks(1, run, tmp_path / "one", {**changes, "checkpoint.every_steps": 2})
     ranks(2, run, tmp_path / "two", {**changes, "data.batch_size": 6, "checkpoint.every_steps": 2})
     assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-3)
+
+
+def in_files(run: Path, name: str, row: torch.Tensor) -> list[Path]:
+    return [path for path, _ in files_that_hold(run, [name.encode(), row.numpy().tobytes()])]
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "copied"))
+
+
+def test_a_removed_class_is_in_no_file_and_the_run_goes_on(copied: Path, ranks: Ranks) -> None:
+    (before,) = ranks(1, rows_by_name, copied, 13)
+    assert len(in_files(copied, "avatar-7", before["avatar-7"])) > 1
+    for path in find_checkpoints(copied):
+        table = NamedTable(path)
+        table.remove(["avatar-7"])
+        table.save()
+    forget_names(copied, ["avatar-7"])
+    assert in_files(copied, "avatar-7", before["avatar-7"]) == []
+    assert not [path for path in find_checkpoints(copied) if verify_checkpoint(path)["problems"]]
+    (after,) = ranks(1, rows_by_name, copied, 13)
+    assert after.keys() == before.keys() - {"avatar-7"}
+    assert all(torch.equal(row, before[name]) for name, row in after.items())
+    ranks(2, run, copied, {**DYNAMIC, "data.batch_size": 6, "data.train": "avatars:5x6", "steps": 15}, "auto")
+    (last,) = ranks(1, rows_by_name, copied, 15)
+    assert last.keys() == after.keys()
+
+
+def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path, ranks: Ranks) -> None:
+    (before,) = ranks(1, rows_by_name, copied, 13)
+    table = NamedTable(find_checkpoints(copied)[-1])
+    table.merge(["avatar-1", "avatar-2"], "avatar-0")
+    table.rename("avatar-3", "Ada")
+    table.remove(["avatar-4"])
+    assert table.add(NamedTable(find_checkpoints(whole)[-1], ""), ["avatar-3", "avatar-4"]) == 2
+    assert table.num_classes == 12 - 2 - 1 + 2
+    table.save()
+    (after,) = ranks(1, rows_by_name, copied, 13)
+    assert after.keys() == before.keys() | {"Ada"}
+    units = [torch.nn.functional.normalize(before[f"avatar-{number}"].double(), dim=0) for number in range(3)]
+    mean = torch.nn.functional.normalize(sum(units), dim=0) * before["avatar-0"].norm()
+    for name in ("avatar-0", "avatar-1", "avatar-2"):
+        assert torch.allclose(after[name].double(), mean, atol=1e-6)
+    for new, old in (
+        ("Ada", "avatar-3"),
+        ("avatar-3", "avatar-3"),
+        ("avatar-4", "avatar-4"),
+        ("avatar-11", "avatar-11"),
+    ):
+        assert torch.equal(after[new], before[old])
+    changes = {**DYNAMIC, "data.batch_size": 6, "data.train": "avatars:9x6", "steps": 15}
+    (result, _) = ranks(2, run, copied, changes, "auto")
+    assert result["steps"] == 15
+
+
+def test_what_a_table_does_not_hold_is_refused(whole: Path, copied: Path, ranks: Ranks, tmp_path: Path) -> None:
+    table, other = (NamedTable(find_checkpoints(folder)[-1]) for folder in (copied, whole))
+    with pytest.raises(UsageError, match="has no class avatar-70"):
+        table.remove(["avatar-7", "avatar-70"])
+    with pytest.raises(UsageError, match="has a class avatar-8 already"):
+        table.rename("avatar-7", "avatar-8")
+    with pytest.raises(UsageError, match="has a class avatar-8 already"):
+        table.add(other, ["avatar-8"])
+    ranks(1, run, tmp_path / "fixed", {**DYNAMIC, "head.max_classes": None, "steps": 1})
+    with pytest.raises(UsageError, match="they are numbers of the data"):
+        NamedTable(find_checkpoints(tmp_path / "fixed")[-1])

@@ -1,0 +1,227 @@
+"""The class table of a checkpoint whose classes are known by name, to be changed without ranks and written back.
+
+A change passes through the memory of one process, with the whole checkpoint. The checkpoint takes the place of the one
+that was read: it is never half of either. Rows stay dense, so that nothing of a removed class remains in it.
+"""
+
+import mmap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.config import KeepConfig
+from plsc.errors import IntegrityError, UsageError
+from plsc.files import read_json, write_json
+from plsc.head.class_table import SMALLEST_NORM
+from plsc.head.key_map import KeyMap, Keys
+from plsc.parallel import Mesh
+from plsc.progress import note
+from plsc.train.async_checkpoint import AsyncCheckpointer
+from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
+from plsc.train.checkpoint_reader import StoredCheckpoint
+
+_ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+_ALL = KeepConfig(last=10**9)
+_REMOVED = ""  # in the place of a name in classes.json, where others keep their numbers
+
+
+class NamedTable:
+    """A table of the checkpoint ``path``, and all else that it holds, in memory.
+
+    Args:
+        path: the checkpoint's folder.
+        table: its name, where the run has several.
+
+    Attributes:
+        key_map: the keys; all classes are of one shard.
+        names: of the classes that have a row, sorted.
+
+    Raises:
+        UsageError: its classes are numbers of the data, and have no names; or there is no such table.
+        IntegrityError, DataError: the checkpoint is corrupt.
+    """
+
+    def __init__(self, path: Path, table: str = "") -> None:
+        self.path, prefix = path, f"{table}." if table else ""
+        stored = StoredCheckpoint(path, _ALONE)
+        self._step, self._state, self._tensors = stored.step, stored.state, stored.read("")
+        head = stored.value("config.head", dict)
+        tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
+        self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
+        self._keys_prefix = f"keys.{prefix}"
+        names = [f"head.{prefix}weight", *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
+        state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
+        if "keys" not in state or names[0] not in self._tensors:
+            raise UsageError(
+                f"{path} holds no table {table} whose classes have names: they are numbers of the data, which cannot "
+                "change, unless a run has head.max_classes"
+            )
+        self.key_map = KeyMap()
+        self.key_map.load_state(state, [0])
+        self._rows = {name: self._tensors[name] for name in names}
+        count = int(self.key_map.classes.max()) + 1 if len(self.key_map) else 0
+        self._centers = int(self._head["centers"])
+        for name, rows in self._rows.items():
+            if len(rows) != count * self._centers:
+                raise IntegrityError(
+                    f"{path} holds {len(rows):,} rows of {name} for {count:,} classes; use another copy"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the classes that have a row, sorted."""
+        return sorted(self.key_map.names.get(key, str(key)) for key in self.key_map.keys.tolist())
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that have a row; several names may share one."""
+        return len(np.unique(self.key_map.classes))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove the classes of ``names``; one that other names share stays theirs.
+
+        Raises:
+            UsageError: a name is none of the table.
+        """
+        self._drop(self._keys_of(names))
+
+    def merge(self, names: Sequence[str], into: str) -> None:
+        """Let ``names`` be of the class ``into``; see :meth:`plsc.DynamicHead.merge`.
+
+        Raises:
+            UsageError: a name is none of the table.
+        """
+        keys, (target,) = self._keys_of([name for name in names if name != into]), self._keys_of([into])
+        weight = self._by_class(next(iter(self._rows)))
+        places = self.key_map.find(np.array([target, *keys]))[1]
+        rows = weight[torch.from_numpy(places)].double()
+        lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
+        mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
+        weight[int(places[0])] = mean.to(weight.dtype)
+        shared = {key: self.key_map.names[key] for key in keys.tolist()}
+        self._drop(keys)
+        (place,) = self.key_map.find(np.array([target]))[1]
+        self.key_map.add(keys, np.zeros(len(keys), np.int32), np.full(len(keys), place))
+        self.key_map.enter_names(shared)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give the class ``old`` another name.
+
+        Raises:
+            UsageError: ``old`` is none of the table, or ``new`` is.
+        """
+        (key,), (other,) = self._keys_of([old]), self.key_map.keys_of([new])
+        if self.key_map.find(np.array([other]))[0][0] >= 0:
+            raise UsageError(f"{self.path} has a class {new} already; merge the two, or give another name")
+        self.key_map.renamed(int(key), int(other))
+
+    def add(self, source: "NamedTable", names: Sequence[str] | None = None) -> int:
+        """Take rows of another table by name, with optimizer state of zeros; returns how many.
+
+        Args:
+            source: a table of the same width and sub-centres.
+            names: of classes there; None: all that are missing here.
+
+        Raises:
+            UsageError: the tables do not fit, a name is none of ``source``, or is one here.
+        """
+        mine, theirs = self._by_class(next(iter(self._rows))), source._by_class(next(iter(source._rows)))
+        if mine.shape[1:] != theirs.shape[1:]:
+            shapes = " and ".join("x".join(map(str, rows.shape[1:])) for rows in (theirs, mine))
+            raise UsageError(f"rows of {source.path} and {self.path} are {shapes}: they need to be of one shape")
+        have = set(self.names)
+        wanted = [name for name in source.names if name not in have] if names is None else list(names)
+        if known := have.intersection(wanted):
+            raise UsageError(f"{self.path} has a class {min(known)} already; remove it first, or leave it out")
+        most = int(self._head["max_classes"])
+        if self.num_classes + len(wanted) > most:
+            raise UsageError(f"{len(wanted):,} classes do not fit beside {self.num_classes:,}: max_classes is {most:,}")
+        places = source.key_map.find(source._keys_of(wanted))[1]
+        first = self.num_classes
+        for position, name in enumerate(self._rows):
+            rows = self._rows[name]
+            new = theirs[torch.from_numpy(places)].reshape(-1, *rows.shape[1:]) if position == 0 else None
+            shape = (len(wanted) * self._centers, *rows.shape[1:])
+            self._rows[name] = torch.cat([rows, torch.zeros(shape, dtype=rows.dtype) if new is None else new.to(rows)])
+        keys = self.key_map.keys_of(wanted)
+        self.key_map.add(keys, np.zeros(len(keys), np.int32), np.arange(first, first + len(keys)))
+        return len(wanted)
+
+    def save(self) -> None:
+        """Write the checkpoint anew in its place. A signature of it goes: sign it again.
+
+        Raises:
+            DataError: it cannot be written; the former stays then.
+        """
+        for name in self._key_names():
+            del self._tensors[name]
+        keys = {self._keys_prefix + name: tensor for name, tensor in self.key_map.state([0]).items()}
+        folder = CheckpointFolder(self.path.parent, _ALONE, _ALL)
+        checkpointer = AsyncCheckpointer(folder, note, background=False)
+        try:
+            checkpointer.save(self._step, {**self._tensors, **self._rows, **keys}, self._state)
+        finally:
+            checkpointer.close()
+
+    def _drop(self, keys: Keys) -> None:
+        count = self.num_classes
+        self.key_map.discard(keys)
+        stays = np.isin(np.arange(count), self.key_map.classes)
+        self.key_map.classes = (np.cumsum(stays) - 1)[self.key_map.classes]
+        kept = torch.from_numpy(np.repeat(stays, self._centers))
+        self._rows = {name: rows[kept] for name, rows in self._rows.items()}
+
+    def _keys_of(self, names: Iterable[str]) -> Keys:
+        known = {self.key_map.names.get(key, str(key)): key for key in self.key_map.keys.tolist()}
+        listed = list(dict.fromkeys(names))
+        for name in listed:
+            if name not in known:
+                raise UsageError(f"{self.path} has no class {name}; plsc table info --names lists them")
+        return np.array([known[name] for name in listed], np.int64)
+
+    def _by_class(self, name: str) -> Tensor:
+        rows = self._rows[name]
+        return rows.view(-1, self._centers, *rows.shape[1:])
+
+    def _key_names(self) -> list[str]:
+        prefix = self._keys_prefix
+        return [name for name in self._tensors if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+
+
+def _column_names(stored: StoredCheckpoint, prefix: str) -> list[str]:
+    """The optimizer's tables, and the scales of their rows."""
+    start = f"head_optimizer.{prefix}"
+    return [
+        name.removeprefix(start)
+        for name in stored.stored
+        if name.startswith(start) and "." not in name.removeprefix(start)
+    ]
+
+
+def forget_names(run: Path, names: Iterable[str]) -> None:
+    """Take names out of the list of classes that a run's folder holds, where others keep their numbers."""
+    path = run / "classes.json"
+    if path.exists():
+        content, gone = read_json(path), set(names)
+        content["classes"] = [_REMOVED if name in gone else name for name in content["classes"]]
+        write_json(path, content)
+
+
+def files_that_hold(run: Path, contents: Iterable[bytes]) -> list[tuple[Path, bytes]]:
+    """Search every file of a run for byte strings; returns (file, what it holds) of each."""
+    wanted, found = list(contents), []
+    for path in sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            found += [(path, content) for content in wanted if memory.find(content) >= 0]
+    return found
+
+
+def other_copies(run: Path) -> list[Path]:
+    """Folders of a run's checkpoints that a change does not reach: superseded ones, and what a killed writer left."""
+    folder = run / CHECKPOINTS
+    published = CheckpointFolder(folder, _ALONE).published()
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and path not in published]
