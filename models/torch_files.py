@@ -1,20 +1,25 @@
-"""Checks of PyTorch's files before torch.load reads them: what they would take, and whether anything could be hidden.
+"""PyTorch's files, checked before torch.load reads them: what they would take, and whether anything could be hidden.
 
 ``weights_only`` keeps torch.load from running what a file asks for. It does not limit memory, since an archive may be
 compressed, nor time: the hash of t = (t, t), nested 60 deep in 300 bytes, takes 2^60 steps.
 """
 
+import argparse
 import os
+import pickle
 import pickletools
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
-from plsc.errors import DataError
+from plsc.errors import DataError, first_line
+from plsc.files import pinned
 
 _END, _END_BYTES = b"PK\5\6", 22  # of an archive's directory
 _LOCATOR, _LOCATOR_BYTES = b"PK\6\7", 20  # of the larger one of archives beyond 4 GiB,
@@ -42,6 +47,37 @@ def check_torch_file(file: BinaryIO) -> None:
             if not _check_tuples(file, path):
                 break
     file.seek(0)
+
+
+def load_torch_file(file: BinaryIO, *, mapped: bool = False) -> Any:
+    """Load an open file of torch.save, on the CPU: tensors in plain containers, which are checked by the caller.
+
+    Args:
+        file: is read from its beginning, after :func:`check_torch_file`.
+        mapped: the tensors lie in the file, and not in memory, if it has the form since torch 1.6.
+
+    Raises:
+        DataError: it holds other objects, or is corrupt.
+    """
+    path = Path(file.name)
+    check_torch_file(file)
+    try:
+        is_mapped = mapped and zipfile.is_zipfile(file)
+        file.seek(0)
+        # timm's training checkpoints hold their arguments as a Namespace, a plain container of values.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore")  # it warns of pickles that are refused below
+            source = pinned(file) if is_mapped else file
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except pickle.UnpicklingError:
+        raise DataError(
+            f"{path} is refused: it is no plain state_dict of tensors "
+            "(it holds pickled objects, or is corrupt); save model.state_dict() instead"
+        ) from None
+    except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
+        if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
+            raise
+        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {first_line(error)}") from None
 
 
 def archive_names(file: Path | BinaryIO) -> list[str]:

@@ -1,11 +1,8 @@
 """Model files: safetensors with the metadata to rebuild the backbone, bare state_dicts (.pt), and weights of timm."""
 
-import argparse
 import dataclasses
 import json
-import pickle
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,7 @@ from plsc.files import atomic_write, pinned
 from plsc.models import timm_weights
 from plsc.models.backbone import Architecture, Backbone, infer
 from plsc.models.preprocessing import Preprocessing, image_size
-from plsc.models.torch_files import archive_names, check_tensors, check_torch_file
+from plsc.models.torch_files import archive_names, check_tensors, load_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 from plsc.signing import MODEL, open_signed
 
@@ -220,21 +217,7 @@ def _read_safetensors(file: BinaryIO, path: Path) -> tuple[dict[str, Tensor], di
 def _read_torch(file: BinaryIO, path: Path) -> dict[str, Tensor]:
     if any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in archive_names(file)):
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
-    check_torch_file(file)
-    try:
-        # timm's training checkpoints hold their arguments as a Namespace, a plain container of values.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")  # it warns of pickles that are refused below
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise DataError(
-            f"{path} is refused: it is no plain state_dict of tensors "
-            "(it holds pickled objects, or is corrupt); save model.state_dict() instead"
-        ) from None
-    except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
-        if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
-            raise
-        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {first_line(error)}") from None
+    loaded = load_torch_file(file)
     tensors = _tensors(loaded, path)
     check_tensors(tensors, path)
     return tensors

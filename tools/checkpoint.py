@@ -121,7 +121,8 @@ def _verify(args: argparse.Namespace) -> dict[str, Any]:
 def _export(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embedding.export import export_insightface
     from plsc.models import save_model
-    from plsc.train.checkpoint_inspection import check_outputs, find_checkpoints, read_backbone, write_centres
+    from plsc.train.checkpoint_inspection import check_outputs, find_checkpoints, read_backbone
+    from plsc.train.stored_table import write_centres
 
     if args.out.suffix not in (".safetensors", ".pt"):
         raise UsageError(f"{args.out}: name a .safetensors file, or a .pt file for arcface_torch")

@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: what one holds, whether its files are whole, and its backbone and class centres as files.
+"""Checkpoints without ranks: what one holds, whether its files are whole, and its backbone.
 
 A checkpoint stores each tensor in pieces with their places in the whole, whatever strategy and number of ranks wrote
 it; one process puts together what it is asked for, and no more. It may come from anywhere: see
@@ -9,24 +9,20 @@ import dataclasses
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
 
-from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
-from plsc.files import MANIFEST, atomic_write, check_output
-from plsc.head.host_memory import mapped_file
-from plsc.head.saved_rows import SavedRows, open_saved_rows
+from plsc.errors import DataError, PlscError, UsageError, first_line
+from plsc.files import MANIFEST, check_output
 from plsc.models import Backbone
 from plsc.models.wrappers import RotationTTA
 from plsc.parallel import Mesh
-from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder, describe_published
 from plsc.train.checkpoint_reader import StoredCheckpoint, check_files, listed_files
-from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import make_backbone
 from plsc.train.state import stored_config
+from plsc.train.stored_table import described_tables, stored_dtypes
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _CENTRES = "head.weight"  # of a run's only class table; "head.NAME.weight" of one of several
@@ -115,9 +111,9 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         "centers": stored.value("config.head.centers", int),
         "images": stored.value("data.images", int),
         "margin": stored.value("config.head.margin", str),
-        "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
-        "state_dtypes": _dtypes(stored, "head_optimizer."),
-        "tables": _tables(stored),
+        "weight_dtype": next(iter(stored_dtypes(stored, _CENTRES).values()), None),
+        "state_dtypes": stored_dtypes(stored, "head_optimizer."),
+        "tables": described_tables(stored),
         "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
         "optimizer": stored.value("config.optim.name", str),
         "bytes": sum(entry["bytes"] for entry in stored.files.values()),
@@ -126,30 +122,6 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
             for name, entry in sorted(stored.files.items())
         ],
     }
-
-
-def _tables(stored: StoredCheckpoint) -> list[dict[str, Any]]:
-    """What a checkpoint holds of each of several class tables; IntegrityError where its configuration is none."""
-    head, found = stored.value("config.head", dict), []
-    for tree in stored.state["config"].get("table", []):
-        own = (
-            {**head, **tree.get("head", {})}
-            if isinstance(tree, dict) and isinstance(tree.get("head", {}), dict)
-            else {}
-        )
-        if not isinstance(name := tree.get("name") if own else None, str) or not isinstance(own.get("centers"), int):
-            raise IntegrityError(f"{stored.path} names no class tables; it is the checkpoint of another program")
-        key = f"head.{name}.weight"
-        found.append(
-            {
-                "name": name,
-                "classes": _stored_size(stored, key)[0] // max(own["centers"], 1),
-                "margin": str(own.get("margin")),
-                "weight_dtype": next(iter(_dtypes(stored, key).values()), None),
-                "state_dtypes": _dtypes(stored, f"head_optimizer.{name}."),
-            }
-        )
-    return found
 
 
 def read_backbone(path: Path, *, average: bool = False) -> Backbone:
@@ -184,90 +156,6 @@ def read_backbone(path: Path, *, average: bool = False) -> Backbone:
     return (RotationTTA(model) if config.rotation_tta else model).eval()
 
 
-def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
-    """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
-
-    Rows are as trained, not normalised; class numbers are those of RUN/classes.json. One stored piece after another is
-    read, so that the table may be larger than the memory. A table in mapped files (``head.journal``) is read there, as
-    it was at the checkpoint; the files are not changed, and the run may be training.
-
-    Args:
-        path: the checkpoint.
-        out: a .npy file.
-        table: the name of the class table, where the run has several. Its classes are numbered from 0.
-
-    Raises:
-        UsageError: there is no table of that name; or several, and none is named.
-        DataError: the checkpoint holds no class table, its files are not there, or ``out`` cannot be written.
-        IntegrityError: the checkpoint, or a journal, is corrupt.
-    """
-    key = f"head.{table}.weight" if table else _CENTRES
-    stored = StoredCheckpoint(path, _ALONE, prefixes=(key,))
-    tables = {each["name"]: each["classes"] for each in _tables(stored)}
-    if table not in (tables or [""]):
-        names = ", ".join(tables) or "none, as it has a single one"
-        raise UsageError(f"{path} has the class tables {names}; name one by --table")
-    rows, dim = _saved_size(stored) if stored.state.get("savepoints") else _stored_size(stored, key)
-    classes = tables[table] if table else stored.value("data.classes", int)
-    if classes < 1 or rows < 1 or rows % classes:
-        raise DataError(f"{path} holds no table of its {classes:,} classes")
-    shape = [classes, *([rows // classes] if rows != classes else []), dim]
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": tuple(shape)}
-    with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("w+b") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        if stored.state.get("savepoints"):
-            _write_saved_rows(stored, file, rows, dim)
-        else:
-            _write_stored_rows(stored, key, file)
-    return {"file": str(out), "shape": shape}
-
-
-def _stored_size(stored: StoredCheckpoint, key: str) -> tuple[int, int]:
-    """(Rows, D) of the class table ``key`` in the checkpoint; (0, 0) without one."""
-    entry = stored.stored.get(key)
-    return (entry.size[0], entry.size[1]) if entry is not None and len(entry.size) == 2 else (0, 0)
-
-
-def _write_stored_rows(stored: StoredCheckpoint, key: str, file: BinaryIO) -> None:
-    entry = stored.stored[key]
-    for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
-        rows = torch.empty(chunk.sizes)
-        stored.load_into({key: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
-        file.write(rows.numpy().data.cast("B"))
-
-
-def _saved_size(stored: StoredCheckpoint) -> tuple[int, int]:
-    """(Rows, D) of the class table in the files that go with the checkpoint."""
-    ranks = _saved_rows(stored)
-    dims = {saved.dim for saved in ranks} or {0}
-    return sum(saved.rows for saved in ranks), dims.pop() if len(dims) == 1 else 0
-
-
-def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
-    identities = stored.value("savepoints", list)
-    placement = stored.value("config.head.placement", str)
-    file = mapped_file(placement) if placement.startswith("mmap:") else None
-    if file is None or not all(isinstance(each, str | None) for each in identities):
-        raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
-    return open_saved_rows(file, identities)
-
-
-def _write_saved_rows(stored: StoredCheckpoint, file: BinaryIO, rows: int, dim: int) -> None:
-    """Write the rows as they are, then over them what the journals hold."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = names.get(stored.value("config.head.weight_dtype", str))
-    if dtype is None or dim < 1:
-        raise IntegrityError(f"{stored.path} names no type of its class table; it is the checkpoint of another program")
-    start = file.tell()
-    file.truncate(start + rows * dim * 4)
-    centres = np.memmap(file, np.float32, "r+", start, (rows, dim))
-    for saved in _saved_rows(stored):
-        own = centres[saved.first_row : saved.first_row + saved.rows]
-        for index, values in saved.weights(stored.step, dtype):
-            own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
-    centres.flush()
-
-
 def check_outputs(*paths: Path | None, overwrite: bool) -> None:
     """Refuse to write where something is, before any work is done; None stands for nothing to write."""
     for path in filter(None, paths):
@@ -290,14 +178,6 @@ def _strategy(stored: StoredCheckpoint) -> str:
     numbers = {name: settings.get(name) for name in ("shard_ranks", "tp", "pp")}
     cuts = [f"{name} = {n}" for name, n in numbers.items() if isinstance(n, int) and n > 1]
     return ", ".join([stored.value("config.parallel.strategy", str), *cuts])
-
-
-def _dtypes(stored: StoredCheckpoint, prefix: str) -> dict[str, str]:
-    """The types of the tables under ``prefix``, without the scales of int8 rows."""
-    found = {name: entry for name, entry in stored.stored.items() if name.startswith(prefix) and len(entry.size) == 2}
-    return {
-        name.removeprefix(prefix): str(entry.properties.dtype).removeprefix("torch.") for name, entry in found.items()
-    }
 
 
 def _run_of(path: Path) -> str | None:

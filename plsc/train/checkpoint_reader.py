@@ -78,16 +78,20 @@ class StoredCheckpoint:
             self.state: dict[str, Any] = _object(content, self.path / STATE)
         with _opened(self.path, METADATA, self.files) as file:
             self._metadata = _read_metadata(file, self.path / METADATA)
-        self.stored, places = _stored_tensors(self.path, self.files, self._metadata)
+        self.stored, self._places = _stored_tensors(self.path, self.files, self._metadata)
         wanted = sorted(self.files)
         if prefixes is not None:
-            wanted = sorted({file for name, file in places if name.startswith(tuple(prefixes))})
+            wanted = sorted({file for name, file in self._places if name.startswith(tuple(prefixes))})
         self._checked = check_files(self.path, self.files, wanted[self.mesh.rank :: self.mesh.world_size])
 
     @property
     def step(self) -> int:
         """The step it was taken after."""
         return step_of(self.path)
+
+    def files_of(self, name: str) -> list[str]:
+        """The files that hold pieces of the tensor ``name``, sorted."""
+        return sorted(file for tensor, file in self._places if tensor == name)
 
     def value(self, name: str, kind: type[_Kind]) -> _Kind:
         """A value of the small state, by its dotted name; IntegrityError where there is none of this type."""

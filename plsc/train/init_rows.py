@@ -1,16 +1,19 @@
 """The class table's first rows from class centres: ``head.init_rows``."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError, first_line
 from plsc.head import ShardedHead
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.regular_files import open_regular
+from plsc.train.table_file import TableFile
 
 _ROWS = 65536  # of a source that are read at a time
 _FIRST_NORM = 0.01  # a random row's elements have this deviation
@@ -19,31 +22,57 @@ _FIRST_NORM = 0.01  # a random row's elements have this deviation
 def set_first_rows(head: ShardedHead, source: str) -> None:
     """Let the rows of this rank's classes begin at centres of ``source``; a class that has none keeps its random rows.
 
-    All sub-centres of a class begin near its centre, apart by what their random rows differ. Directions are the
-    centres'; norms are those that random rows have, so that learning rates mean what they do otherwise.
+    All sub-centres of a class begin near its centre, apart by what their random rows differ, or each at its own.
+    Directions are the centres'; norms are those that random rows have, so that learning rates mean what they do
+    otherwise.
 
     Args:
         head: that has seen no batch.
-        source: FILE.npy, (C, D) floating point, a row for each class; or an embedding set, whose unit embeddings are
-            averaged by label.
+        source: FILE.npy, (C, D) floating point, a row for each class; FILE.safetensors of ``plsc table``, with one row
+            for each class, or for each sub-centre; or an embedding set, whose unit embeddings are averaged by label.
 
     Raises:
         UsageError: it does not exist, or is of another number of classes or another width.
         DataError: it cannot be read.
     """
     first, stop = head.class_range
-    centres = _of_set(head, source) if Path(source).is_dir() else _of_file(head, source)
+    read = _reader(head, source)
     rows = head.weight.detach().view(stop - first, head.centers, head.dim)
     norm = _FIRST_NORM * head.dim**0.5
     for start in range(0, stop - first, _ROWS):
-        part = torch.from_numpy(np.array(centres[start : start + _ROWS], dtype=np.float32)).to(rows.device)
-        length = torch.linalg.vector_norm(part, dim=1)
+        part = read(start, min(start + _ROWS, stop - first)).to(rows.device)
+        length = torch.linalg.vector_norm(part, dim=2, keepdim=True)
         known = torch.isfinite(length) & (length > SMALLEST_NORM)
-        unit = part / length.clamp(min=SMALLEST_NORM)[:, None]
+        unit = part / length.clamp(min=SMALLEST_NORM)
         before = rows[start : start + _ROWS].float()
-        spread = before / 10 if head.centers > 1 else torch.zeros_like(before)
-        moved = unit[:, None] * norm + spread
-        rows[start : start + _ROWS] = torch.where(known[:, None, None], moved, before).to(rows.dtype)
+        spread = before / 10 if head.centers > part.shape[1] else torch.zeros_like(before)
+        moved = unit * norm + spread
+        rows[start : start + _ROWS] = torch.where(known, moved, before).to(rows.dtype)
+
+
+def _reader(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:
+    """A function that reads some of this rank's classes, (n, 1 or sub-centres, D), in float32."""
+    if Path(source).suffix == ".safetensors":
+        return _of_table(head, source)
+    centres = _of_set(head, source) if Path(source).is_dir() else _of_file(head, source)
+    return lambda start, stop: torch.from_numpy(np.array(centres[start:stop], dtype=np.float32))[:, None]
+
+
+def _of_table(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:
+    if not Path(source).exists():
+        raise UsageError(f"there is no head.init_rows = {source}; plsc table writes such files")
+    try:
+        table = TableFile(Path(source))
+    except (OSError, DataError) as error:
+        raise DataError(f"head.init_rows = {source} cannot be read: {first_line(error)}") from None
+    if (table.classes, table.dim) != (head.num_classes, head.dim) or table.centers not in (1, head.centers):
+        found, wanted = (f"{each.centers} x {each.dim}" for each in (table, head))
+        raise UsageError(
+            f"head.init_rows = {source} holds {table.classes:,} classes of {found} numbers (sub-centres x D), and the "
+            f"class table {head.num_classes:,} of {wanted}; give such a table"
+        )
+    first = head.class_range[0]
+    return lambda start, stop: table.read(first + start, first + stop)
 
 
 def _of_file(head: ShardedHead, source: str) -> NDArray[np.floating]:

@@ -11,8 +11,9 @@ from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
 from plsc.config import from_dict, load, table_configs, to_dict, to_toml
 from plsc.errors import PlscError, UsageError
 from plsc.tools.entry import main
-from plsc.train.checkpoint_inspection import describe_checkpoint, write_centres
+from plsc.train.checkpoint_inspection import describe_checkpoint
 from plsc.train.metrics import read_metrics
+from plsc.train.stored_table import write_centres
 
 Ranks = Any
 SHORT = {"backbone": "plain", "sync_batchnorm": True, "epochs": None, "steps": 12, "data.batch_size": 12}

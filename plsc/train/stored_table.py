@@ -1,0 +1,275 @@
+"""The class table of a checkpoint and its optimizer's tables without ranks, read by rows, in pieces of 64 MiB.
+
+A table may be larger than the memory: whoever copies it reads one stored piece after another. A table in mapped files
+(``head.journal``) is read there, as it was at the checkpoint; the files are not changed, and the run may be training.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import atomic_write
+from plsc.head.host_memory import mapped_file
+from plsc.head.low_precision import scale_name
+from plsc.head.saved_rows import SavedRows, open_saved_rows
+from plsc.parallel import Mesh
+from plsc.parallel.tensor_shard import TensorShard
+from plsc.train.checkpoint_reader import StoredCheckpoint
+from plsc.train.checkpoint_writer import write_errors
+
+WEIGHT = "weight"
+_ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+_PIECE_BYTES = 64 << 20
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Read(Protocol):
+    """Reads rows [start, stop) of a column."""
+
+    def __call__(self, column: str, start: int, stop: int) -> Tensor:
+        """The rows, as they are stored."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a table holds for each row: values of ``dtype``, of ``shape`` (rows, D), or (rows,), in ``files``.
+
+    ``bounds`` are the rows by which it is cut into pieces, 0 and the last one's end included.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    files: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A class table of ``classes`` x ``centers`` rows of ``dim``, as it was after ``step``.
+
+    Attributes:
+        path: the checkpoint.
+        name: the table's, empty where the run has a single one.
+        columns: ``weight``, and the optimizer's tables by their names; scales of int8 rows end in ``_scale``.
+        in_files: it lies in mapped files beside the checkpoint, of which the weights alone are read.
+        read: reads rows of a column as they are stored.
+    """
+
+    path: Path
+    name: str
+    step: int
+    classes: int
+    centers: int
+    dim: int
+    margin: str
+    columns: dict[str, Column]
+    in_files: bool
+    read: Read
+
+    @property
+    def rows(self) -> int:
+        """Classes x sub-centres."""
+        return self.classes * self.centers
+
+    @property
+    def state(self) -> dict[str, Column]:
+        """The optimizer's tables (rows, D)."""
+        return {name: each for name, each in self.columns.items() if name != WEIGHT and len(each.shape) == 2}
+
+    def pieces(self, column: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Bounds of pieces that make up rows [start, stop), all if not given."""
+        stop = self.rows if stop is None else stop
+        for first, end in pairwise(self.columns[column].bounds):
+            if max(first, start) < min(end, stop):
+                yield max(first, start), min(end, stop)
+
+    def floats(self, column: str, start: int, stop: int) -> Tensor:
+        """Rows of a column (rows, D) in float32; int8 rows times their scales."""
+        values = self.read(column, start, stop).float()
+        if (scale := scale_name(column)) in self.columns:
+            values.mul_(self.read(scale, start, stop).float()[:, None])
+        return values
+
+
+@contextmanager
+def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path | None = None) -> Iterator[StoredTable]:
+    """Open a class table; its files, and no others, are checked against the manifest.
+
+    Args:
+        path: the checkpoint.
+        name: of the table, where the run has several. Its classes are numbered from 0.
+        state: the optimizer's tables too.
+        scratch: a folder for the rows of a table in mapped files, as they were at the checkpoint; they take as many
+            bytes as the table in float32, until the block ends. None: that of the system's temporary files.
+
+    Raises:
+        UsageError: there is no table of that name; or several, and none is named.
+        DataError: the checkpoint holds no class table, or its files are not there.
+        IntegrityError: the checkpoint, or a journal, is corrupt.
+    """
+    of_table = f"{name}." if name else ""
+    weight, prefix = f"head.{of_table}{WEIGHT}", f"head_optimizer.{of_table}"
+    stored = StoredCheckpoint(path, _ALONE, prefixes=(weight, prefix) if state else (weight,))
+    tables = {each["name"]: each for each in described_tables(stored)}
+    if name not in (tables or [""]):
+        names = ", ".join(tables) or "none, as it has a single one"
+        raise UsageError(f"{path} has the class tables {names}; name one by --table")
+    in_files = bool(stored.state.get("savepoints"))
+    rows, dim = _saved_size(stored) if in_files else _stored_size(stored, weight)
+    classes = tables[name]["classes"] if name else stored.value("data.classes", int)
+    if classes < 1 or rows < 1 or rows % classes:
+        raise DataError(f"{path} holds no table of its {classes:,} classes")
+    margin = tables[name]["margin"] if name else stored.value("config.head.margin", str)
+    make = partial(StoredTable, path, name, stored.step, classes, rows // classes, dim, margin)
+    if not in_files:
+        keys = {WEIGHT: weight} | (_state_keys(stored, prefix, rows, dim) if state else {})
+        yield make(_stored_columns(stored, keys), in_files, partial(_read_stored, stored, keys))
+        return
+    columns = _mapped_columns(stored, rows, dim)
+    with write_errors(f"into {scratch or tempfile.gettempdir()}"), tempfile.TemporaryFile(dir=scratch) as file:
+        centres = _saved_rows_written(stored, file, rows, dim)
+        yield make(columns, in_files, lambda column, start, stop: torch.from_numpy(centres[start:stop].copy()))
+
+
+def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
+    """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
+
+    Rows are as trained, not normalised; class numbers are those of RUN/classes.json.
+
+    Args:
+        path: the checkpoint.
+        out: a .npy file.
+        table: the name of the class table, where the run has several.
+
+    Raises:
+        PlscError: as :func:`open_table`; or ``out`` cannot be written.
+    """
+    with open_table(path, table, state=False, scratch=out.absolute().parent) as opened:
+        centers = [opened.centers] if opened.centers > 1 else []
+        shape = [opened.classes, *centers, opened.dim]
+        with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("wb") as file:
+            write_npy_header(file, shape)
+            for start, stop in opened.pieces(WEIGHT):
+                file.write(opened.floats(WEIGHT, start, stop).numpy().data.cast("B"))
+    return {"file": str(out), "shape": shape}
+
+
+def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:
+    """Write what stands before the values of a float32 array in a .npy file."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(file, header)
+
+
+def described_tables(stored: StoredCheckpoint) -> list[dict[str, Any]]:
+    """What a checkpoint holds of each of several class tables; IntegrityError where its configuration is none."""
+    head, found = stored.value("config.head", dict), []
+    for tree in stored.state["config"].get("table", []):
+        own = (
+            {**head, **tree.get("head", {})}
+            if isinstance(tree, dict) and isinstance(tree.get("head", {}), dict)
+            else {}
+        )
+        if not isinstance(name := tree.get("name") if own else None, str) or not isinstance(own.get("centers"), int):
+            raise IntegrityError(f"{stored.path} names no class tables; it is the checkpoint of another program")
+        key = f"head.{name}.{WEIGHT}"
+        found.append(
+            {
+                "name": name,
+                "classes": _stored_size(stored, key)[0] // max(own["centers"], 1),
+                "margin": str(own.get("margin")),
+                "weight_dtype": next(iter(stored_dtypes(stored, key).values()), None),
+                "state_dtypes": stored_dtypes(stored, f"head_optimizer.{name}."),
+            }
+        )
+    return found
+
+
+def stored_dtypes(stored: StoredCheckpoint, prefix: str) -> dict[str, str]:
+    """The types of the tables under ``prefix``, without the scales of int8 rows."""
+    found = {name: entry for name, entry in stored.stored.items() if name.startswith(prefix) and len(entry.size) == 2}
+    return {
+        name.removeprefix(prefix): str(entry.properties.dtype).removeprefix("torch.") for name, entry in found.items()
+    }
+
+
+def _stored_size(stored: StoredCheckpoint, key: str) -> tuple[int, int]:
+    """(Rows, D) of the class table ``key`` in the checkpoint; (0, 0) without one."""
+    entry = stored.stored.get(key)
+    return (entry.size[0], entry.size[1]) if entry is not None and len(entry.size) == 2 else (0, 0)
+
+
+def _state_keys(stored: StoredCheckpoint, prefix: str, rows: int, dim: int) -> dict[str, str]:
+    """The optimizer's tables of these rows, by their names."""
+    shapes = ((rows, dim), (rows,))
+    found = {key.removeprefix(prefix): key for key in stored.stored if key.startswith(prefix)}
+    return {name: key for name, key in found.items() if tuple(stored.stored[key].size) in shapes}
+
+
+def _stored_columns(stored: StoredCheckpoint, keys: dict[str, str]) -> dict[str, Column]:
+    columns = {}
+    for name, key in keys.items():
+        entry, files = stored.stored[key], tuple(stored.files_of(key))
+        cuts = {bound for chunk in entry.chunks for bound in (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])}
+        columns[name] = Column(entry.properties.dtype, tuple(entry.size), files, tuple(sorted(cuts)))
+    return columns
+
+
+def _read_stored(stored: StoredCheckpoint, keys: dict[str, str], column: str, start: int, stop: int) -> Tensor:
+    entry = stored.stored[keys[column]]
+    rows = torch.empty(stop - start, *entry.size[1:], dtype=entry.properties.dtype)
+    stored.load_into({keys[column]: TensorShard.of_rows(rows, start, entry.size[0])})
+    return rows
+
+
+def _saved_size(stored: StoredCheckpoint) -> tuple[int, int]:
+    """(Rows, D) of the class table in the files that go with the checkpoint."""
+    ranks = _saved_rows(stored)
+    dims = {saved.dim for saved in ranks} or {0}
+    return sum(saved.rows for saved in ranks), dims.pop() if len(dims) == 1 else 0
+
+
+def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
+    identities = stored.value("savepoints", list)
+    placement = stored.value("config.head.placement", str)
+    file = mapped_file(placement) if placement.startswith("mmap:") else None
+    if file is None or not all(isinstance(each, str | None) for each in identities):
+        raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
+    return open_saved_rows(file, identities)
+
+
+def _saved_dtype(stored: StoredCheckpoint, dim: int) -> torch.dtype:
+    dtype = _FLOATS.get(stored.value("config.head.weight_dtype", str))
+    if dtype is None or dim < 1:
+        raise IntegrityError(f"{stored.path} names no type of its class table; it is the checkpoint of another program")
+    return dtype
+
+
+def _mapped_columns(stored: StoredCheckpoint, rows: int, dim: int) -> dict[str, Column]:
+    dtype = _saved_dtype(stored, dim)
+    files = tuple(f"{saved.prefix}.{WEIGHT}" for saved in _saved_rows(stored))
+    size = max(_PIECE_BYTES // (4 * dim), 1)
+    bounds = tuple(min(number * size, rows) for number in range(math.ceil(rows / size) + 1))
+    return {WEIGHT: Column(dtype, (rows, dim), files, bounds)}
+
+
+def _saved_rows_written(stored: StoredCheckpoint, file: Any, rows: int, dim: int) -> np.memmap[Any, Any]:
+    """Write the rows as they are into ``file``, then over them what the journals hold; returns them, mapped."""
+    dtype = _saved_dtype(stored, dim)
+    file.truncate(rows * dim * 4)
+    centres = np.memmap(file, np.float32, "r+", 0, (rows, dim))
+    for saved in _saved_rows(stored):
+        own = centres[saved.first_row : saved.first_row + saved.rows]
+        for index, values in saved.weights(stored.step, dtype):
+            own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
+    return centres

@@ -1,0 +1,205 @@
+"""The class table of a checkpoint as files: what it holds, and to and from arcface_torch, whose ranks write one each.
+
+  plsc table info runs/faces                           rows, types, norms, and the files that hold them
+  plsc table export runs/faces table.safetensors       weight, the optimizer's tables, classes, margin and step
+  plsc table export runs/faces shards --format arcface_torch --world-size 8
+  plsc table import work_dirs/r50 table.safetensors    arcface_torch's shards joined, for head.init_rows
+
+PATH is a checkpoint's folder, a run, or its checkpoints folder, of which the newest is taken. No ranks are started,
+whatever strategy and number of ranks wrote them, and the table may be larger than the memory.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plsc.errors import UsageError
+from plsc.files import check_output, remove_leftovers
+from plsc.progress import counted, show
+from plsc.tools.entry import add_action, add_actions, add_verify_option, positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from plsc.train.arcface_torch_shards import Shards
+    from plsc.train.stored_table import StoredTable
+
+HELP = "describe, export and import class tables; arcface_torch's shards"
+_FORMATS = ("safetensors", "arcface_torch", "arcface_torch-2021")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
+    actions = add_actions(parser, "info|export|import")
+    info = add_action(actions, "info", _info, "describe the table: rows, types, norms, files")
+    export = add_action(actions, "export", _export, "write the table as a file, or shards", replaces="OUT, --json")
+    joining = add_action(actions, "import", _import, "join arcface_torch's shards", replaces="OUT, --json")
+    for action in (info, export):
+        action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
+        action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
+        add_verify_option(action)
+    export.add_argument("out", type=Path, metavar="OUT", help="a .safetensors file, or a folder for shards")
+    text = "arcface_torch: softmax_fc_gpu_R.pt, as its heads since 2022 load them; arcface_torch-2021: rank_R_softmax_"
+    text += "weight.pt with the momentum (default: safetensors)"
+    export.add_argument("--format", choices=_FORMATS, default=_FORMATS[0], help=text)
+    text = "the number of arcface_torch's ranks that will read the shards"
+    export.add_argument("--world-size", "--world_size", type=positive, metavar="W", help=text)
+    text = "the folder with checkpoint_gpu_R.pt, softmax_fc_gpu_R.pt or rank_R_softmax_weight.pt, or these files"
+    joining.add_argument("shards", type=Path, nargs="+", metavar="SHARDS", help=text)
+    joining.add_argument("out", type=Path, metavar="OUT", help="a .safetensors file; or .npy, of the weights alone")
+    text = "how many classes there must be: else files of the last ranks may be missing unseen"
+    joining.add_argument("--classes", type=positive, metavar="C", help=text)
+
+
+def _info(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.stored_table import WEIGHT, open_table
+
+    with open_table(find_checkpoints(args.path)[-1], args.table) as table:
+        norms = _norms(table)
+        dtypes = {name: str(each.dtype).removeprefix("torch.") for name, each in table.columns.items()}
+        found = {
+            "checkpoint": str(table.path),
+            "table": table.name,
+            "step": table.step,
+            "classes": table.classes,
+            "centers": table.centers,
+            "rows": table.rows,
+            "dim": table.dim,
+            "margin": table.margin,
+            "weight_dtype": dtypes[WEIGHT],
+            "state_dtypes": {name: dtypes[name] for name in table.state},
+            "norms": norms,
+            "files": {name: list(each.files) for name, each in table.columns.items()},
+        }
+        show(*_lines(table, found))
+    return found
+
+
+def _lines(table: "StoredTable", found: dict[str, Any]) -> Iterator[str]:
+    norms, centers = found["norms"], f" x {table.centers} sub-centres" if table.centers > 1 else ""
+    state = ", ".join(f"{name} {dtype}" for name, dtype in found["state_dtypes"].items())
+    none = "in the table's files, not read" if table.in_files else "none"
+    of_finite = "no row is finite"
+    if norms["mean"] is not None:
+        of_finite = f"min {norms['min']:.6g}, mean {norms['mean']:.6g}, max {norms['max']:.6g}"
+    yield f"{found['checkpoint']}{f', table {table.name}' if table.name else ''}"
+    yield f"  rows      {table.rows:,} of {table.dim}: {table.classes:,} classes{centers}, {table.margin}"
+    yield f"  types     weight {found['weight_dtype']}; optimizer: {state or none}"
+    yield f"  norms     {of_finite}; {counted(norms['not_finite'], 'row')} not finite"
+    for name, files in found["files"].items():
+        yield f"  {name}: {', '.join(files)}"
+
+
+def _norms(table: "StoredTable") -> dict[str, Any]:
+    """Of the finite rows, in float64; None where there are none."""
+    import torch
+
+    from plsc.train.stored_table import WEIGHT
+
+    lowest, highest, total, count = float("inf"), float("-inf"), 0.0, 0
+    for start, stop in table.pieces(WEIGHT):
+        norms = torch.linalg.vector_norm(table.floats(WEIGHT, start, stop), dim=1, dtype=torch.float64)
+        norms = norms[norms.isfinite()]
+        if len(norms):
+            lowest, highest = min(lowest, norms.min().item()), max(highest, norms.max().item())
+            total, count = total + norms.sum().item(), count + len(norms)
+    known: dict[str, Any] = {"min": lowest, "mean": total / max(count, 1), "max": highest}
+    return {**(known if count else dict.fromkeys(known)), "not_finite": table.rows - count}
+
+
+def _export(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.stored_table import open_table
+
+    as_file = args.format == _FORMATS[0]
+    if as_file and args.out.suffix != ".safetensors":
+        raise UsageError(f"{args.out}: name a .safetensors file, or give --format arcface_torch --world-size W")
+    if as_file != (args.world_size is None):
+        raise UsageError("--world-size W goes with --format arcface_torch, and says of how many ranks the shards are")
+    _check_output(args.out, file=as_file, overwrite=args.overwrite)
+    path = find_checkpoints(args.path)[-1]
+    scratch = args.out.absolute().parent
+    with open_table(path, args.table, state=args.format != "arcface_torch", scratch=scratch) as table:
+        written = _write_file(table, args.out) if as_file else _write_shards(table, args)
+    show(f"{args.out}: {written['rows']:,} rows of {written['dim']} of {path}; optimizer: {written['state']}")
+    return {"checkpoint": str(path), "file": str(args.out), **written}
+
+
+def _write_file(table: "StoredTable", out: Path) -> dict[str, Any]:
+    from plsc.train.table_file import write_table
+
+    def pieces(name: str) -> "Iterator[Tensor]":
+        for start, stop in table.pieces(name):
+            yield table.read(name, start, stop).to(table.columns[name].dtype)
+
+    numbers = {"classes": table.classes, "centers": table.centers, "step": table.step}
+    texts = {"margin": table.margin, "table": table.name}
+    remove_leftovers(out)
+    tensors = {name: (each.dtype, each.shape) for name, each in table.columns.items()}
+    write_table(out, tensors, pieces, {**{name: str(each) for name, each in numbers.items()}, **texts})
+    return {"rows": table.rows, "dim": table.dim, "state": _state_written(table, list(table.state)), "files": []}
+
+
+def _write_shards(table: "StoredTable", args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.arcface_torch_shards import MOMENTUM, write_shards
+
+    files = write_shards(table, args.out, args.world_size, args.format)
+    kept = [MOMENTUM] if args.format == "arcface_torch-2021" and MOMENTUM in table.columns else []
+    return {"rows": table.rows, "dim": table.dim, "state": _state_written(table, kept), "files": files}
+
+
+def _state_written(table: "StoredTable", kept: list[str]) -> str:
+    return ", ".join(kept) or ("left out, as it is in the table's files" if table.in_files else "left out")
+
+
+def _import(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.arcface_torch_shards import open_shards
+
+    if args.out.suffix not in (".safetensors", ".npy"):
+        raise UsageError(f"{args.out}: name a .safetensors or a .npy file")
+    _check_output(args.out, file=True, overwrite=args.overwrite)
+    shards = open_shards(args.shards, args.classes)
+    remove_leftovers(args.out)
+    kept = _write_joined(shards, args.out)
+    found = [name for name in shards.tensors() if name not in ("weight", *kept)]
+    left_out = [*shards.left_out, *(f"{name}, which a .npy has no place for" for name in found)]
+    state = ", ".join(kept) or "none"
+    show(f"{args.out}: {shards.classes:,} rows of {shards.dim} of {counted(len(shards.files), 'rank')}; state: {state}")
+    for line in left_out:
+        show(f"  left out: {line}")
+    return {
+        "file": str(args.out),
+        "shards": [str(file) for file in shards.files],
+        "classes": shards.classes,
+        "dim": shards.dim,
+        "state": kept,
+        "left_out": left_out,
+    }
+
+
+def _write_joined(shards: "Shards", out: Path) -> list[str]:
+    """Write the table; returns the names of the optimizer's tables that went along."""
+    from plsc.files import atomic_write
+    from plsc.train.checkpoint_writer import write_errors
+    from plsc.train.stored_table import WEIGHT, write_npy_header
+    from plsc.train.table_file import write_rows, write_table
+
+    tensors = shards.tensors()
+    if out.suffix == ".safetensors":
+        metadata = {"classes": str(shards.classes), "centers": "1", "source": "arcface_torch"}
+        write_table(out, tensors, shards.pieces, metadata)
+        return [name for name in tensors if name != WEIGHT]
+    with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("wb") as file:
+        write_npy_header(file, (shards.classes, shards.dim))
+        for piece in shards.pieces(WEIGHT):
+            write_rows(file, piece.float())
+    return []
+
+
+def _check_output(out: Path, *, file: bool, overwrite: bool) -> None:
+    """Refuse to write where something is, before any work is done."""
+    if out.is_dir() == file and out.exists():
+        raise UsageError(f"{out} is a {'folder; name a file' if file else 'file; name a folder'}")
+    check_output(out, overwrite=overwrite)
