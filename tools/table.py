@@ -1,9 +1,18 @@
-"""The class table of a checkpoint as files: what it holds, and to and from arcface_torch, whose ranks write one each.
+"""The class table of a checkpoint: what it holds, as files, to and from arcface_torch, and its classes by name.
 
   plsc table info runs/faces                           rows, types, norms, and the files that hold them
   plsc table export runs/faces table.safetensors       weight, the optimizer's tables, classes, margin and step
   plsc table export runs/faces shards --format arcface_torch --world-size 8
   plsc table import work_dirs/r50 table.safetensors    arcface_torch's shards joined, for head.init_rows
+
+Of tables whose classes are known by name (head.max_classes), while no training runs on them:
+
+  plsc table info runs/faces --names                   the names of the classes that have a row
+  plsc table remove runs/faces Ada "Jan Novak"         from every checkpoint of the run: nothing of them is kept
+  plsc table check runs/faces Ada "Jan Novak"          exits with 1 where a file of the run still names them
+  plsc table merge runs/faces Ada_2 Ada_3 --into Ada   the names become one class, of their rows' mean direction
+  plsc table rename runs/faces Ada Lovelace
+  plsc table add runs/faces --from runs/other          rows of the classes that are missing here, by name
 
 PATH is a checkpoint's folder, a run, or its checkpoints folder, of which the newest is taken. No ranks are started,
 whatever strategy and number of ranks wrote them, and the table may be larger than the memory.
@@ -20,21 +29,26 @@ from plsc.progress import counted, show
 from plsc.tools.entry import add_action, add_actions, add_verify_option, positive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from plsc.train.arcface_torch_shards import Shards
+    from plsc.train.named_table import NamedTable
     from plsc.train.stored_table import StoredTable
 
-HELP = "describe, export and import class tables; arcface_torch's shards"
+HELP = "describe, export, import and change class tables; arcface_torch's shards"
 _FORMATS = ("safetensors", "arcface_torch", "arcface_torch-2021")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = add_actions(parser, "info|export|import")
+    actions = add_actions(parser, "info|export|import|remove|check|merge|rename|add")
     info = add_action(actions, "info", _info, "describe the table: rows, types, norms, files")
     export = add_action(actions, "export", _export, "write the table as a file, or shards", replaces="OUT, --json")
     joining = add_action(actions, "import", _import, "join arcface_torch's shards", replaces="OUT, --json")
+    info.add_argument("--names", action="store_true", help="list the names of the classes")
+    _configure_changes(actions, info, export)
     for action in (info, export):
         action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
         action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
@@ -52,8 +66,113 @@ def configure(parser: argparse.ArgumentParser) -> None:
     joining.add_argument("--classes", type=positive, metavar="C", help=text)
 
 
+def _configure_changes(actions: Any, *others: argparse.ArgumentParser) -> None:
+    """Declare the actions that change classes by name."""
+    remove = add_action(actions, "remove", _remove, "remove classes from all checkpoints")
+    check = add_action(actions, "check", _check, "tell whether any file still holds classes")
+    merge = add_action(actions, "merge", _merge, "let names be of one class")
+    rename = add_action(actions, "rename", _rename, "give a class another name")
+    adding = add_action(actions, "add", _add, "take rows of another run by name")
+    for action in (remove, check, merge, rename, adding):
+        action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
+        action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
+        add_verify_option(action)
+    for action in (remove, check, merge, adding):
+        action.add_argument("names", nargs="*", metavar="NAME", help="of classes")
+        action.add_argument("--names", dest="file", type=Path, metavar="FILE", help="more names, one a line")
+    merge.add_argument("--into", required=True, metavar="NAME", help="the class that they become")
+    rename.add_argument("old", metavar="OLD", help="the class")
+    rename.add_argument("new", metavar="NEW", help="its name from now on")
+    text = "the run or checkpoint to take rows of; without names, all that are missing"
+    adding.add_argument("--from", dest="source", required=True, type=Path, metavar="OTHER", help=text)
+
+
+def exit_code(result: dict[str, Any] | None) -> int:
+    """Return 1 where ``check`` has found something."""
+    return int(bool((result or {}).get("found")))
+
+
+def _names(args: argparse.Namespace, *, least: int = 1) -> list[str]:
+    """The names that a command line gives, by itself and in a file."""
+    names = list(args.names)
+    if args.file is not None:
+        try:
+            names += [line for line in args.file.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read --names {args.file}: {error}") from None
+    if len(names) < least:
+        raise UsageError("name a class at least, or give --names FILE")
+    return names
+
+
+def _remove(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint import CHECKPOINTS
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.named_table import NamedTable, forget_names, other_copies
+
+    names, paths = _names(args), find_checkpoints(args.path)
+    NamedTable(paths[-1], args.table).check_names(names)  # before anything changes; older ones may lack some
+    for path in paths:
+        table = NamedTable(path, args.table)
+        gone = [name for name in names if name in table.names]
+        if gone:
+            table.remove(gone)
+            table.save()
+        show(f"{path}: {counted(len(gone), 'class')} removed, {table.num_classes:,} left")
+    run = paths[0].parent.parent
+    if paths[0].parent.name == CHECKPOINTS:
+        forget_names(run, names)
+        for copy in other_copies(run):
+            show(f"{copy} was not changed: delete it, or it keeps them")
+    return {"checkpoints": [str(path) for path in paths], "removed": names}
+
+
+def _check(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.named_table import find_names
+
+    found = find_names(find_checkpoints(args.path), _names(args), args.table)
+    for path, name in found:
+        show(f"{path}: holds {name}")
+    if not found:
+        show("none of the names is in any file")
+    return {"found": [{"file": str(path), "name": name} for path, name in found]}
+
+
+def _merge(args: argparse.Namespace) -> dict[str, Any]:
+    names = _names(args)
+    return _changed(args, lambda table: table.merge(names, args.into), f"{', '.join(names)} are of {args.into} now")
+
+
+def _rename(args: argparse.Namespace) -> dict[str, Any]:
+    return _changed(args, lambda table: table.rename(args.old, args.new), f"{args.old} is {args.new} now")
+
+
+def _add(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.named_table import NamedTable
+
+    source = NamedTable(find_checkpoints(args.source)[-1], args.table)
+    names = _names(args, least=0) or None
+    return _changed(args, lambda table: table.add(source, names), f"rows of {source.path} added")
+
+
+def _changed(args: argparse.Namespace, change: "Callable[[NamedTable], object]", said: str) -> dict[str, Any]:
+    """Change the newest checkpoint: the one that a run goes on from."""
+    from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.named_table import NamedTable
+
+    path = find_checkpoints(args.path)[-1]
+    table = NamedTable(path, args.table)
+    change(table)
+    table.save()
+    show(f"{path}: {said}; {counted(table.num_classes, 'class')}")
+    return {"checkpoint": str(path), "classes": table.num_classes}
+
+
 def _info(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.checkpoint_inspection import find_checkpoints
+    from plsc.train.named_table import NamedTable
     from plsc.train.stored_table import WEIGHT, open_table
 
     with open_table(find_checkpoints(args.path)[-1], args.table) as table:
@@ -74,6 +193,10 @@ def _info(args: argparse.Namespace) -> dict[str, Any]:
             "files": {name: list(each.files) for name, each in table.columns.items()},
         }
         show(*_lines(table, found))
+    if args.names:
+        names = NamedTable(table.path, args.table).names
+        found["names"] = names
+        show(*names)
     return found
 
 

@@ -4,7 +4,7 @@ A change passes through the memory of one process, with the whole checkpoint. Th
 that was read: it is never half of either. Rows stay dense, so that nothing of a removed class remains in it.
 """
 
-import mmap
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,10 @@ class NamedTable:
     def num_classes(self) -> int:
         """Classes that have a row; several names may share one."""
         return len(np.unique(self.key_map.classes))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise UsageError for a name that is none of the table."""
+        self._keys_of(names)
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove the classes of ``names``; one that other names share stays theirs.
@@ -211,13 +215,29 @@ def forget_names(run: Path, names: Iterable[str]) -> None:
         write_json(path, content)
 
 
-def files_that_hold(run: Path, contents: Iterable[bytes]) -> list[tuple[Path, bytes]]:
-    """Search every file of a run for byte strings; returns (file, what it holds) of each."""
-    wanted, found = list(contents), []
-    for path in sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size):
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            found += [(path, content) for content in wanted if memory.find(content) >= 0]
+def find_names(paths: Sequence[Path], names: Sequence[str], table: str = "") -> list[tuple[Path, str]]:
+    """Where names of classes still are: in the keys of checkpoints, and as text in all other files of their run.
+
+    Checkpoints' own files are no text: their keys say which names they hold.
+    """
+    found = []
+    for path in paths:
+        known = set(NamedTable(path, table).key_map.names.values())
+        found += [(path, name) for name in names if name in known]
+    run = paths[0].parent.parent
+    if paths[0].parent.name != CHECKPOINTS:
+        return found
+    folders = {path.resolve() for path in paths}
+    for file in sorted(file for file in run.rglob("*") if file.is_file() and file.parent.resolve() not in folders):
+        content = file.read_bytes()
+        is_json = file.suffix in (".json", ".jsonl")  # where a name stands in quotes, and may be part of another's
+        found += [(file, name) for name in names if any(text in content for text in _texts(name, is_json))]
     return found
+
+
+def _texts(name: str, is_json: bool) -> set[bytes]:
+    texts = {f'"{name}"', json.dumps(name)} if is_json else {name}
+    return {text.encode("utf-8", "surrogateescape") for text in texts}
 
 
 def other_copies(run: Path) -> list[Path]:

@@ -127,9 +127,11 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
         raise UsageError(f"{path} has the class tables {names}; name one by --table")
     in_files = bool(stored.state.get("savepoints"))
     rows, dim = _saved_size(stored) if in_files else _stored_size(stored, weight)
-    classes = tables[name]["classes"] if name else stored.value("data.classes", int)
-    if classes < 1 or rows < 1 or rows % classes:
-        raise DataError(f"{path} holds no table of its {classes:,} classes")
+    centers = max(stored.value("config.head.centers", int), 1)
+    classes = tables[name]["classes"] if name else rows // centers
+    is_named = any(key.startswith(f"keys.{of_table}") for key in stored.stored)
+    if classes < 1 or rows % classes or not (name or is_named or classes == stored.value("data.classes", int)):
+        raise DataError(f"{path} holds no table of its {stored.value('data.classes', int):,} classes")
     margin = tables[name]["margin"] if name else stored.value("config.head.margin", str)
     make = partial(StoredTable, path, name, stored.step, classes, rows // classes, dim, margin)
     if not in_files:

@@ -9,10 +9,12 @@ import torch
 from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
 
 from plsc.errors import UsageError
+from plsc.files import read_json
 from plsc.head.key_map import KeyMap
+from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
 from plsc.train.metrics import read_metrics
-from plsc.train.named_table import NamedTable, files_that_hold, forget_names
+from plsc.train.named_table import NamedTable
 
 Ranks = Any
 DYNAMIC = {
@@ -94,7 +96,9 @@ def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ran
 
 
 def in_files(run: Path, name: str, row: torch.Tensor) -> list[Path]:
-    return [path for path, _ in files_that_hold(run, [name.encode(), row.numpy().tobytes()])]
+    wanted = [name.encode(), row.numpy().tobytes()]
+    files = [path for path in run.rglob("*") if path.is_file()]
+    return [path for path in files if any(content in path.read_bytes() for content in wanted)]
 
 
 @pytest.fixture
@@ -102,14 +106,16 @@ def copied(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copied"))
 
 
-def test_a_removed_class_is_in_no_file_and_the_run_goes_on(copied: Path, ranks: Ranks) -> None:
+def test_a_removed_class_is_in_no_file_and_the_run_goes_on(
+    copied: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
     (before,) = ranks(1, rows_by_name, copied, 13)
     assert len(in_files(copied, "avatar-7", before["avatar-7"])) > 1
-    for path in find_checkpoints(copied):
-        table = NamedTable(path)
-        table.remove(["avatar-7"])
-        table.save()
-    forget_names(copied, ["avatar-7"])
+    assert main(["table", "check", str(copied), "avatar-7"]) == 1
+    assert main(["table", "remove", str(copied), "avatar-7"]) == 0
+    said = capsys.readouterr().out
+    assert "step-00000013: 1 class removed, 11 left" in said
+    assert main(["table", "check", str(copied), "avatar-7"]) == 0
     assert in_files(copied, "avatar-7", before["avatar-7"]) == []
     assert not [path for path in find_checkpoints(copied) if verify_checkpoint(path)["problems"]]
     (after,) = ranks(1, rows_by_name, copied, 13)
@@ -120,15 +126,20 @@ def test_a_removed_class_is_in_no_file_and_the_run_goes_on(copied: Path, ranks: 
     assert last.keys() == after.keys()
 
 
-def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path, ranks: Ranks) -> None:
+def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path, ranks: Ranks, tmp_path: Path) -> None:
     (before,) = ranks(1, rows_by_name, copied, 13)
-    table = NamedTable(find_checkpoints(copied)[-1])
-    table.merge(["avatar-1", "avatar-2"], "avatar-0")
-    table.rename("avatar-3", "Ada")
-    table.remove(["avatar-4"])
-    assert table.add(NamedTable(find_checkpoints(whole)[-1], ""), ["avatar-3", "avatar-4"]) == 2
-    assert table.num_classes == 12 - 2 - 1 + 2
-    table.save()
+    (tmp_path / "names.txt").write_text("avatar-1\navatar-2\n")
+    for command in (
+        ["merge", str(copied), "--names", str(tmp_path / "names.txt"), "--into", "avatar-0"],
+        ["rename", str(copied), "avatar-3", "Ada"],
+        ["remove", str(copied), "avatar-4"],
+        ["add", str(copied), "avatar-3", "avatar-4", "--from", str(whole)],
+        ["info", str(copied), "--names", "--json", str(tmp_path / "info.json")],
+    ):
+        assert main(["table", *command]) == 0
+    found = read_json(tmp_path / "info.json")
+    assert found["classes"] == 12 - 2 - 1 + 2
+    assert found["names"] == sorted({*before, "Ada"})
     (after,) = ranks(1, rows_by_name, copied, 13)
     assert after.keys() == before.keys() | {"Ada"}
     units = [torch.nn.functional.normalize(before[f"avatar-{number}"].double(), dim=0) for number in range(3)]
