@@ -76,6 +76,10 @@ class HeadConfig:
             data, from the first step to the last.
         first_rows: What a class that comes in begins with: the mean of its embeddings in the batch (mean), or random
             numbers; with max_classes.
+        admit_after: Pictures of a class that are seen before it comes into the table; until then they have no label;
+            with max_classes.
+        expire_after: Steps without a picture of a class after which it is removed from the table; unset: it stays; with
+            max_classes.
         frozen_rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first
             that trains), or FILE.npy of class numbers; unset: none.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
@@ -117,6 +121,8 @@ class HeadConfig:
     negative_filter: float | None = key(None, above=0, most=1)
     max_classes: int | None = key(None, least=1)
     first_rows: str = key("mean", choices=("mean", "random"))
+    admit_after: int = key(1, least=1)
+    expire_after: int | None = key(None, least=1)
     frozen_rows: str | None = key(None)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
@@ -169,6 +175,10 @@ class HeadConfig:
         exchange.check(storage, clips=run.optim.clip_head)
         if self.max_classes is not None:
             self._check_coming_classes(run)
+        elif self.admit_after > 1 or self.expire_after is not None:
+            raise UsageError(
+                "head.admit_after and head.expire_after go with head.max_classes: give it, or leave them out"
+            )
 
     def _check_coming_classes(self, run: "Config") -> None:
         """Raise UsageError where other keys need all classes from the beginning."""

@@ -26,7 +26,7 @@ def name_key(name: str, attempt: int = 0) -> int:
 
 
 class KeyMap:
-    """The rows of all keys, the same on every rank. 20 bytes for each key, and its name where it has one.
+    """The rows of all keys, the same on every rank. 28 bytes for each key, and its name where it has one.
 
     Several keys may share a class. A class is named by its shard and its number among the shard's classes.
 
@@ -34,6 +34,8 @@ class KeyMap:
         keys: (n,) int64, sorted.
         shards: (n,) int32, of each.
         classes: (n,) int64, the number in its shard.
+        seen: (n,) int64, the training batch that had it last.
+        waiting: samples so far of keys that are not admitted yet.
         names: of keys, whether they have a row or not.
     """
 
@@ -41,6 +43,8 @@ class KeyMap:
         self.keys: Keys = np.empty(0, np.int64)
         self.shards: NDArray[np.int32] = np.empty(0, np.int32)
         self.classes: Keys = np.empty(0, np.int64)
+        self.seen: Keys = np.empty(0, np.int64)
+        self.waiting: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self._keys_of_names: dict[str, int] = {}
 
@@ -55,18 +59,35 @@ class KeyMap:
         known = self.keys[place] == keys
         return np.where(known, self.shards[place], -1), np.where(known, self.classes[place], -1)
 
-    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys) -> None:
-        """Enter ``keys`` (m,), none of which is there."""
+    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, batch: int = 0) -> None:
+        """Enter ``keys`` (m,), none of which is there, as of training batch ``batch``."""
         order = np.argsort(keys)
         places = np.searchsorted(self.keys, keys[order])
         self.keys = np.insert(self.keys, places, keys[order])
         self.shards = np.insert(self.shards, places, shards[order])
         self.classes = np.insert(self.classes, places, classes[order])
+        self.seen = np.insert(self.seen, places, batch)
+        for key in keys.tolist():
+            self.waiting.pop(key, None)
+
+    def admitted(self, keys: Keys, sightings: int) -> Keys:
+        """Count samples' ``keys`` (m,) that have no row; returns those that were seen so often, without repeats."""
+        distinct, counts = np.unique(keys, return_counts=True)
+        if sightings <= 1:
+            return distinct
+        for key, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+            self.waiting[key] = self.waiting.get(key, 0) + count
+        return distinct[[self.waiting[key] >= sightings for key in distinct.tolist()]]
+
+    def see(self, keys: Keys, batch: int) -> None:
+        """Record that training batch ``batch`` had ``keys``."""
+        self.seen[np.isin(self.keys, keys)] = batch
 
     def discard(self, keys: Keys) -> None:
         """Forget ``keys`` and their names."""
         stays = ~np.isin(self.keys, keys)
-        self.keys, self.shards, self.classes = self.keys[stays], self.shards[stays], self.classes[stays]
+        self.keys, self.shards = self.keys[stays], self.shards[stays]
+        self.classes, self.seen = self.classes[stays], self.seen[stays]
         for key in keys.tolist():
             name = self.names.pop(key, None)
             if name is not None:
@@ -119,6 +140,8 @@ class KeyMap:
         return {
             "keys": torch.from_numpy(self.keys.copy()),
             "classes": torch.from_numpy(np.asarray(firsts, np.int64)[self.shards] + self.classes),
+            "seen": torch.from_numpy(self.seen.copy()),
+            "waiting": torch.tensor(list(self.waiting.items()), dtype=torch.int64).view(-1, 2),
             "named_keys": torch.tensor(named, dtype=torch.int64),
             "name_ends": torch.tensor(np.cumsum([len(text) for text in texts]), dtype=torch.int64),
             "name_bytes": torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8),
@@ -130,17 +153,21 @@ class KeyMap:
         Raises:
             DataError: it is none.
         """
-        keys, numbers = (state[name].numpy().astype(np.int64) for name in ("keys", "classes"))
-        ends = np.concatenate([[0], state["name_ends"].numpy().astype(np.int64)])
-        text, named = state["name_bytes"].numpy().tobytes(), state["named_keys"].tolist()
+        keys, numbers, seen, ends, named = (  # checkpoints hold no empty tensors
+            state[name].numpy().astype(np.int64) if name in state else np.empty(0, np.int64)
+            for name in ("keys", "classes", "seen", "name_ends", "named_keys")
+        )
+        ends, text = np.concatenate([[0], ends]), state["name_bytes"].numpy().tobytes()
         is_sorted = bool((np.diff(keys) > 0).all()) and bool((np.diff(ends) >= 0).all())
-        if not is_sorted or len(ends) != len(named) + 1 or ends[-1] > len(text) or len(numbers) != len(keys):
+        is_fit = {len(keys), len(numbers), len(seen)} == {len(keys)} and len(ends) == len(named) + 1
+        if not is_sorted or not is_fit or ends[-1] > len(text):
             raise DataError("these are no keys of a class table; use another copy")
         if (numbers < 0).any():
             raise DataError("keys of a class table have negative class numbers; use another copy")
-        self.keys = keys
+        self.keys, self.seen = keys, seen
+        self.waiting = dict(state["waiting"].tolist()) if "waiting" in state else {}
         self.shards = (np.searchsorted(np.asarray(firsts), numbers, side="right") - 1).astype(np.int32)
         self.classes = numbers - np.asarray(firsts, np.int64)[self.shards]
         self.names, self._keys_of_names = {}, {}
-        pieces = zip(named, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        pieces = zip(named.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         self.enter_names({key: text[start:stop].decode(*_NAME_BYTES) for key, start, stop in pieces})

@@ -55,7 +55,7 @@ class NamedTable:
         self._keys_prefix = f"keys.{prefix}"
         names = [f"head.{prefix}weight", *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
         state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
-        if "keys" not in state or names[0] not in self._tensors:
+        if "name_bytes" not in state or names[0] not in self._tensors:
             raise UsageError(
                 f"{path} holds no table {table} whose classes have names: they are numbers of the data, which cannot "
                 "change, unless a run has head.max_classes"

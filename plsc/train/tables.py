@@ -128,7 +128,8 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
                 f"head.max_classes = {head.max_classes:,}, and data.train has {counted(num_classes, 'class')}; make it "
                 "as large as the table may come to be"
             )
-        kind, num_classes = partial(DynamicHead, first_rows=head.first_rows), head.max_classes
+        own = {name: getattr(head, name) for name in ("first_rows", "admit_after", "expire_after")}
+        kind, num_classes = partial(DynamicHead, **own), head.max_classes
     names = ["sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"]
     names += ["positives", "label_reduction", "labels_per_step", "negative_filter", "frozen_rows"]
     return kind(

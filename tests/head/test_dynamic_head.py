@@ -423,3 +423,27 @@ def test_without_training_unknown_keys_are_no_labels():
     assert relative_error(loss, head(x[[0, 2]], torch.tensor([10, 11]))) < 1e-12
     assert head.num_classes == 2
     assert head.mean_norm() == pytest.approx(0.01 * DIM**0.5, rel=0.5)
+
+
+def test_admitted_after_some_samples_and_removed_after_some_batches(ranks):
+    for found in ranks(2, comes_and_goes):
+        assert found == [
+            ([], 0.0),  # each key once
+            ([1, 3], None),  # 1 twice by now, 3 three times in this batch
+            ([1, 3], None),
+            ([3], None),  # 1 was not seen for two batches
+            ([1, 3], None),  # two samples, as of a class that is new
+        ]
+
+
+def comes_and_goes(mesh):
+    head = plsc.DynamicHead(DIM, 20, mesh, ARC, admit_after=2, expire_after=1, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    x, _ = batch(0)
+    said = []
+    for keys in ([1, 2], [1, 3, 3, 3], [3, 4], [3], [1, 1, 3]):
+        own = torch.tensor(keys)[mesh.rank :: 2]
+        loss = train_step(head, optimizer, x[: len(own)], own)
+        assert loss.isfinite()
+        said.append((head.key_map.keys.tolist(), loss.item() if not head.num_classes else None))
+    return said
