@@ -52,7 +52,12 @@ SETTINGS = {
     "distributed.md": Setting(
         "faces.toml faces.rec lfw.bin unseen/ photos/", replaced={"/shared/": "shared/", **QUICK_DOCTOR}
     ),
-    "training.md": Setting(files="faces.rec"),
+    "training.md": Setting(
+        files="faces.rec",
+        parsed_only=[
+            f"table {action}" for action in ("remove", "check", "merge", "rename", "add")
+        ],  # few steps, few names
+    ),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(
         files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
