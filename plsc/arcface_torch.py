@@ -111,8 +111,14 @@ FILES = _table(
             "RUN/model.safetensors",
             'init_weights = "model.pt" reads theirs; plsc export --format insightface writes it',
         ),
-        "checkpoint_gpu_RANK.pt": ("RUN/checkpoints/step-XXXXXXXX/", "for any number of ranks; theirs is not read"),
-        "rank_RANK_softmax_weight.pt": ("", "class centres are not read; the head starts from scratch"),
+        "checkpoint_gpu_RANK.pt": (
+            "RUN/checkpoints/step-XXXXXXXX/",
+            "for any number of ranks; plsc table import reads the class rows of theirs, init_weights the backbone",
+        ),
+        "softmax_fc_gpu_RANK.pt, rank_RANK_softmax_weight.pt": (
+            "table.safetensors",
+            "plsc table import reads theirs, for head.init_rows; plsc table export --format arcface_torch writes them",
+        ),
         "train.lst": ("", "plsc data convert FOLDER train.rec needs none"),
     }
 )

@@ -57,10 +57,11 @@ OPENERS = {
     "plsc.serve": "the service's own files",
     "plsc.signing": "a key, and what is a regular file",
     "plsc.sizes": "the system's",
-    "plsc.train.checkpoint_inspection": "what it has just written",
     "plsc.train.init_rows": "a map of what it has opened by the door",
     "plsc.train.metrics": "the run's own log",
     "plsc.train.resumption": "the system's",
+    "plsc.train.stored_table": "what it has just written",
+    "plsc.train.table_file": "a map of what it has opened by the door",
 }
 # Who may print or log past plsc.progress, and why.
 PRINTERS = {

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import UsageError
 from plsc.files import check_output, remove_leftovers
 from plsc.progress import counted, show
+from plsc.regular_files import open_regular
 from plsc.tools.entry import add_action, add_actions, add_verify_option, positive
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _names(args: argparse.Namespace, *, least: int = 1) -> list[str]:
     names = list(args.names)
     if args.file is not None:
         try:
-            names += [line for line in args.file.read_text(encoding="utf-8").splitlines() if line]
+            with open_regular(args.file) as file:
+                names += [line for line in file.read().decode().splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read --names {args.file}: {error}") from None
     if len(names) < least:

@@ -63,8 +63,8 @@ class HeadConfig:
         centers: Sub-centres per class.
         sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
             classes of the batch alone.
-        init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, or
-            an embedding set of labelled images; random rows otherwise.
+        init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, a
+            .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise.
         positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
             (excluded), or are in it as negatives (kept).
         label_reduction: What the losses of a picture's labels become: their mean, or their sum.

@@ -171,6 +171,8 @@ def _kind_of(path: Path) -> tuple[str | None, int]:
 
 def _found(paths: Sequence[Path]) -> tuple[dict[int, Path], dict[int, Path]]:
     """The files of weights, of ranks 0, 1, …, and of momenta, by their ranks."""
+    if gone := [path for path in paths if not path.exists()]:
+        raise UsageError(f"{gone[0]} does not exist; name the folder of arcface_torch's files of ranks, or the files")
     inside = [sorted(path.iterdir()) if path.is_dir() else [path] for path in paths]
     files: dict[str, dict[int, Path]] = {}
     momenta: dict[int, Path] = {}
@@ -181,7 +183,7 @@ def _found(paths: Sequence[Path]) -> tuple[dict[int, Path], dict[int, Path]]:
             _add(files.setdefault(kind, {}), rank, path)
         elif match is not None:
             _add(momenta, int(match[1]), path)
-        elif path in paths:
+        elif path in paths and not path.is_dir():
             raise UsageError(f"{path} is not named as arcface_torch's files of ranks are: {_NAMES}")
     if len(files) != 1:
         kinds = ", ".join(kind.format("R") for kind in files)

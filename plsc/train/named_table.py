@@ -20,6 +20,7 @@ from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.key_map import KeyMap, Keys
 from plsc.parallel import Mesh
 from plsc.progress import note
+from plsc.regular_files import open_regular
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -229,7 +230,8 @@ def find_names(paths: Sequence[Path], names: Sequence[str], table: str = "") -> 
         return found
     folders = {path.resolve() for path in paths}
     for file in sorted(file for file in run.rglob("*") if file.is_file() and file.parent.resolve() not in folders):
-        content = file.read_bytes()
+        with open_regular(file) as opened:
+            content = opened.read()
         is_json = file.suffix in (".json", ".jsonl")  # where a name stands in quotes, and may be part of another's
         found += [(file, name) for name in names if any(text in content for text in _texts(name, is_json))]
     return found

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save, save_file
 from support.tiny_runs import run, run_until, stored
 
 import plsc
@@ -42,6 +43,16 @@ def test_rows_begin_at_centres_with_the_norm_of_random_rows(ranks, tmp_path, opt
         after.view(7, count, 8), wanted, rtol=2**-7 if "weight_dtype" in options else 1e-5, atol=1e-6
     )
     torch.testing.assert_close(norms.double(), after.double().norm(dim=1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("centers", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_rows_begin_at_those_of_a_table(ranks, tmp_path, centers, dtype):
+    weight = torch.randn(7 * centers, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    save_file({"weight": weight}, tmp_path / "t.safetensors", {"centers": str(centers)})
+    before, after, _ = ranks(2, first_rows, tmp_path / "t.safetensors", {"centers": centers})[0]
+    wanted = weight.double() / weight.double().norm(dim=1, keepdim=True) * 0.01 * 8**0.5
+    torch.testing.assert_close(after.double(), wanted, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(before, after)
 
 
 def test_rows_begin_at_the_means_of_a_sets_labels(ranks, tmp_path):
@@ -92,10 +103,16 @@ def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks
         (np.zeros((7, 9), np.float32), UsageError, r"is \(7, 9\), the class table \(7, 8\)"),
         (np.zeros((7, 8), np.int64), DataError, "no array"),
         (b"text", DataError, "is no .npy file"),
+        (save({"weight": torch.ones(7, 9)}), UsageError, "7 classes of 1 x 9 numbers .* class table 7 of 1 x 8"),
+        (save({"weight": torch.ones(14, 8)}, {"centers": "2"}), UsageError, "holds 7 classes of 2 x 8 numbers"),
+        (save({"weight": torch.ones(7, 8)}, {"centers": "2"}), DataError, "holds 7 rows, which are no 2 for each"),
+        (save({"fc": torch.ones(7, 8)}), DataError, "holds no class table"),
+        (save({"weight": torch.ones(7, 8)})[:50], DataError, "holds no class table"),
     ],
 )
 def test_what_is_no_centres_is_refused(tmp_path, content, error, message):
-    path = tmp_path / "centres.npy"
+    is_table = isinstance(content, bytes) and content != b"text"
+    path = tmp_path / ("centres.safetensors" if is_table else "centres.npy")
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
