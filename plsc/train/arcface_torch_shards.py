@@ -21,7 +21,7 @@ from torch import Tensor
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, new_folder
 from plsc.models.torch_files import check_tensors, load_torch_file
-from plsc.regular_files import open_regular
+from plsc.signing import MODEL, open_signed
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.stored_table import WEIGHT, StoredTable
 
@@ -91,6 +91,7 @@ def open_shards(paths: Sequence[Path], classes: int | None = None) -> Shards:
 
     Raises:
         UsageError: there are no such files, or those of several kinds.
+        IntegrityError: a file is not signed, where that is asked for.
         DataError: a file cannot be read; a rank's is missing, or there twice; or they are of different numbers of
             ranks, widths or types.
     """
@@ -216,7 +217,7 @@ def _read(path: Path, momentum: Path | None) -> dict[str, Tensor]:
     else:
         head = content.get("state_dict_softmax_fc") if kind == _CHECKPOINT and isinstance(content, Mapping) else content
         weight = head.get(WEIGHT) if isinstance(head, Mapping) else None
-        state = _optimizer_state(content) if kind == _CHECKPOINT else {}
+        state = _optimizer_state(content) if kind == _CHECKPOINT and isinstance(content, Mapping) else {}
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in _FLOATS or not weight.shape[1]:
         raise DataError(f"{path} holds no rows of a class table; arcface_torch writes a weight (rows, D) into it")
     own = {WEIGHT: weight.detach(), **{name: each.detach() for name, each in state.items() if _fits(each, weight)}}
@@ -229,11 +230,8 @@ def _read(path: Path, momentum: Path | None) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> Any:
-    try:
-        with open_regular(path) as file:
-            return load_torch_file(file, mapped=True)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    with open_signed(path, MODEL) as file:
+        return load_torch_file(file, mapped=True)
 
 
 def _fits(state: object, weight: Tensor) -> bool:
