@@ -112,7 +112,7 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
 
     Args:
         table: without sub-centres, which arcface_torch has not.
-        folder: is made; shards that are in it are removed, as those of more ranks would stay.
+        folder: is made; shards of further ranks that are in it, of the kind that is written, are removed.
         world_size: of the run that will read them.
         layout: "arcface_torch", the state_dict of PartialFC_V2 and of the heads before it, in softmax_fc_gpu_R.pt; or
             "arcface_torch-2021", with the momentum, which is 0 where the table has none.
@@ -130,7 +130,6 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
         raise UsageError(f"--world-size {world_size}: there are {table.classes:,} classes, and a rank needs one")
     written = []
     with new_folder(folder):
-        _remove_shards(folder)
         for rank in range(world_size):
             rows = rows_of_rank(table.classes, rank, world_size)
             weight = _gathered(table, WEIGHT, *rows)
@@ -140,6 +139,7 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
             written.append(_save(weight, folder / _RANK.format(rank)))
             weight = _gathered(table, MOMENTUM, *rows) if MOMENTUM in table.columns else weight.zero_()
             written.append(_save(weight, folder / _RANK_MOMENTUM.format(rank)))
+        _remove_others(folder, written)
     return written
 
 
@@ -156,9 +156,12 @@ def _save(value: object, path: Path) -> str:
     return path.name
 
 
-def _remove_shards(folder: Path) -> None:
+def _remove_others(folder: Path, written: Sequence[str]) -> None:
+    """Remove shards of further ranks, of the kind of those that were written."""
+    kind, _ = _kind_of(folder / written[0])
     for path in folder.iterdir():
-        if _MOMENTUM_FILE.fullmatch(path.name) or _kind_of(path)[0] is not None:
+        is_momentum = kind == _RANK and _MOMENTUM_FILE.fullmatch(path.name)
+        if path.name not in written and (is_momentum or _kind_of(path)[0] == kind):
             path.unlink()
 
 

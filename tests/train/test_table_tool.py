@@ -246,8 +246,10 @@ def test_shards_of_fewer_ranks_take_the_place_of_more(trained: Path, tmp_path: P
     assert table("export", trained, tmp_path / "shards", *words, 3) == 0
     assert table("export", trained, tmp_path / "shards", *words, 2) == 2
     assert "--overwrite" in capsys.readouterr().err
+    (tmp_path / "shards" / "checkpoint_gpu_0.pt").touch()
     assert table("export", trained, tmp_path / "shards", *words, 2, "--overwrite") == 0
-    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == [f"softmax_fc_gpu_{n}.pt" for n in range(2)]
+    kept = ["checkpoint_gpu_0.pt", "softmax_fc_gpu_0.pt", "softmax_fc_gpu_1.pt"]
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == kept
 
 
 @pytest.mark.parametrize(
