@@ -22,6 +22,7 @@ from support.tiny_runs import run
 from torch.distributed.checkpoint import FileSystemReader
 
 from plsc.tools.entry import main
+from plsc.train.stored_table import StoredTable
 
 Ranks = Any
 SHARDS = Path(__file__).parents[1] / "fixtures" / "arcface_torch_shards"
@@ -196,6 +197,19 @@ def test_a_table_is_described_and_exported(trained: Path, tmp_path: Path, capsys
             "margin": "arcface",
             "table": "",
         }
+
+
+def test_rows_that_are_not_finite_are_counted(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    def poisoned(self: StoredTable, column: str, start: int, stop: int) -> torch.Tensor:
+        rows = torch.full((11, 16), 1e30)  # whose squares are beyond float32
+        rows[3, 5], rows[7, 0] = float("nan"), float("inf")
+        return rows[start:stop]
+
+    with mock.patch.object(StoredTable, "floats", poisoned):
+        assert table("info", trained, "--json", tmp_path / "info.json") == 0
+    assert "2 rows not finite" in capsys.readouterr().out
+    norms = json.loads((tmp_path / "info.json").read_text())["norms"]
+    assert norms == pytest.approx({"min": 4e30, "mean": 4e30, "max": 4e30, "not_finite": 2})
 
 
 def loaded_by_their_code(folder: Path, rank: int, world_size: int) -> tuple[int, torch.Tensor]:
