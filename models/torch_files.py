@@ -11,6 +11,7 @@ import pickletools
 import struct
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,7 +69,7 @@ def load_torch_file(file: BinaryIO, *, mapped: bool = False) -> Any:
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # it warns of pickles that are refused below
             source = pinned(file) if is_mapped else file
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+            loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError:
         raise DataError(
             f"{path} is refused: it is no plain state_dict of tensors "
@@ -78,6 +79,31 @@ def load_torch_file(file: BinaryIO, *, mapped: bool = False) -> Any:
         if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
             raise
         raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {first_line(error)}") from None
+    if is_mapped:
+        _check_storages(loaded, file)
+    return loaded
+
+
+def _check_storages(loaded: Any, file: BinaryIO) -> None:
+    """Refuse mapped storages that are no members of the archive: torch takes what lies behind one that is too short."""
+    with zipfile.ZipFile(file) as archive:
+        members = Counter(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
+    storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, _dense_tensors(loaded))}
+    if Counter(storage.nbytes() for storage in storages.values() if storage.nbytes()) - members:
+        raise DataError(f"{file.name} is truncated or corrupt: its members are not as long as its tensors")
+
+
+def _dense_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors on the CPU in dictionaries, lists and tuples, which may hold each other."""
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor):
+            if each.layout == torch.strided and each.device.type == "cpu" and not each.is_nested:
+                yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
 
 
 def archive_names(file: Path | BinaryIO) -> list[str]:

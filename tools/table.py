@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for action in (info, export):
         action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
         action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
+    for action in (info, export, joining):
         add_verify_option(action)
     export.add_argument("out", type=Path, metavar="OUT", help="a .safetensors file, or a folder for shards")
     text = "arcface_torch: softmax_fc_gpu_R.pt, as its heads since 2022 load them; arcface_torch-2021: rank_R_softmax_"

@@ -21,7 +21,7 @@ from torch import Tensor
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, new_folder
 from plsc.models.torch_files import check_tensors, load_torch_file
-from plsc.regular_files import open_regular
+from plsc.signing import MODEL, open_signed
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.stored_table import WEIGHT, StoredTable
 
@@ -91,6 +91,7 @@ def open_shards(paths: Sequence[Path], classes: int | None = None) -> Shards:
 
     Raises:
         UsageError: there are no such files, or those of several kinds.
+        IntegrityError: a file is not signed, where that is asked for.
         DataError: a file cannot be read; a rank's is missing, or there twice; or they are of different numbers of
             ranks, widths or types.
     """
@@ -111,7 +112,7 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
 
     Args:
         table: without sub-centres, which arcface_torch has not.
-        folder: is made; shards that are in it are removed, as those of more ranks would stay.
+        folder: is made; shards of further ranks that are in it, of the kind that is written, are removed.
         world_size: of the run that will read them.
         layout: "arcface_torch", the state_dict of PartialFC_V2 and of the heads before it, in softmax_fc_gpu_R.pt; or
             "arcface_torch-2021", with the momentum, which is 0 where the table has none.
@@ -129,7 +130,6 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
         raise UsageError(f"--world-size {world_size}: there are {table.classes:,} classes, and a rank needs one")
     written = []
     with new_folder(folder):
-        _remove_shards(folder)
         for rank in range(world_size):
             rows = rows_of_rank(table.classes, rank, world_size)
             weight = _gathered(table, WEIGHT, *rows)
@@ -139,6 +139,7 @@ def write_shards(table: StoredTable, folder: Path, world_size: int, layout: str)
             written.append(_save(weight, folder / _RANK.format(rank)))
             weight = _gathered(table, MOMENTUM, *rows) if MOMENTUM in table.columns else weight.zero_()
             written.append(_save(weight, folder / _RANK_MOMENTUM.format(rank)))
+        _remove_others(folder, written)
     return written
 
 
@@ -155,9 +156,12 @@ def _save(value: object, path: Path) -> str:
     return path.name
 
 
-def _remove_shards(folder: Path) -> None:
+def _remove_others(folder: Path, written: Sequence[str]) -> None:
+    """Remove shards of further ranks, of the kind of those that were written."""
+    kind, _ = _kind_of(folder / written[0])
     for path in folder.iterdir():
-        if _MOMENTUM_FILE.fullmatch(path.name) or _kind_of(path)[0] is not None:
+        is_momentum = kind == _RANK and _MOMENTUM_FILE.fullmatch(path.name)
+        if path.name not in written and (is_momentum or _kind_of(path)[0] == kind):
             path.unlink()
 
 
@@ -216,7 +220,7 @@ def _read(path: Path, momentum: Path | None) -> dict[str, Tensor]:
     else:
         head = content.get("state_dict_softmax_fc") if kind == _CHECKPOINT and isinstance(content, Mapping) else content
         weight = head.get(WEIGHT) if isinstance(head, Mapping) else None
-        state = _optimizer_state(content) if kind == _CHECKPOINT else {}
+        state = _optimizer_state(content) if kind == _CHECKPOINT and isinstance(content, Mapping) else {}
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in _FLOATS or not weight.shape[1]:
         raise DataError(f"{path} holds no rows of a class table; arcface_torch writes a weight (rows, D) into it")
     own = {WEIGHT: weight.detach(), **{name: each.detach() for name, each in state.items() if _fits(each, weight)}}
@@ -229,11 +233,8 @@ def _read(path: Path, momentum: Path | None) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> Any:
-    try:
-        with open_regular(path) as file:
-            return load_torch_file(file, mapped=True)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    with open_signed(path, MODEL) as file:
+        return load_torch_file(file, mapped=True)
 
 
 def _fits(state: object, weight: Tensor) -> bool:

@@ -22,6 +22,7 @@ from support.tiny_runs import run
 from torch.distributed.checkpoint import FileSystemReader
 
 from plsc.tools.entry import main
+from plsc.train.stored_table import StoredTable
 
 Ranks = Any
 SHARDS = Path(__file__).parents[1] / "fixtures" / "arcface_torch_shards"
@@ -198,6 +199,19 @@ def test_a_table_is_described_and_exported(trained: Path, tmp_path: Path, capsys
         }
 
 
+def test_rows_that_are_not_finite_are_counted(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    def poisoned(self: StoredTable, column: str, start: int, stop: int) -> torch.Tensor:
+        rows = torch.full((11, 16), 1e30)  # whose squares are beyond float32
+        rows[3, 5], rows[7, 0] = float("nan"), float("inf")
+        return rows[start:stop]
+
+    with mock.patch.object(StoredTable, "floats", poisoned):
+        assert table("info", trained, "--json", tmp_path / "info.json") == 0
+    assert "2 rows not finite" in capsys.readouterr().out
+    norms = json.loads((tmp_path / "info.json").read_text())["norms"]
+    assert norms == pytest.approx({"min": 4e30, "mean": 4e30, "max": 4e30, "not_finite": 2})
+
+
 def loaded_by_their_code(folder: Path, rank: int, world_size: int) -> tuple[int, torch.Tensor]:
     """(class_start, rows) of rank's PartialFC_V2 after its strict load_state_dict."""
     spec = importlib.util.spec_from_file_location("partial_fc_v2", Path(THEIR_CODE) / "partial_fc_v2.py")
@@ -246,8 +260,10 @@ def test_shards_of_fewer_ranks_take_the_place_of_more(trained: Path, tmp_path: P
     assert table("export", trained, tmp_path / "shards", *words, 3) == 0
     assert table("export", trained, tmp_path / "shards", *words, 2) == 2
     assert "--overwrite" in capsys.readouterr().err
+    (tmp_path / "shards" / "checkpoint_gpu_0.pt").touch()
     assert table("export", trained, tmp_path / "shards", *words, 2, "--overwrite") == 0
-    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == [f"softmax_fc_gpu_{n}.pt" for n in range(2)]
+    kept = ["checkpoint_gpu_0.pt", "softmax_fc_gpu_0.pt", "softmax_fc_gpu_1.pt"]
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == kept
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def _short(samples: Samples) -> bytes:
     return packed({name: content[:1] if "/data/" in name else content for name, content in members.items()})
 
 
+def _short_shard() -> bytes:
+    """Rows of a class table, whose storage has a byte."""
+    members = members_of(_saved({"weight": torch.zeros(4, 4)}))
+    return packed({name: content[:1] if "/data/" in name else content for name, content in members.items()})
+
+
 def _inflated_program() -> bytes:
     members = {"m/archive_format": b"pt2", "m/archive_version": b"0", "m/byteorder": b"little"}
     return packed({**members, "m/models/model.json": b" " * (1 << 30)}, zipfile.ZIP_DEFLATED)
@@ -156,8 +162,22 @@ CONTENTS: dict[str, Content] = {
     "a list": lambda _: _saved([torch.zeros(3)]),
     "keys with an escape": lambda _: _saved({"\x1b[2J": 7}),
 }
+SHARDS: dict[str, Content] = {  # of arcface_torch, which are mapped
+    "os.system in a shard": _saved({"weight": torch.zeros(4, 4), "x": _Shell()}),
+    "os.system in a shard before zip": _saved(_Shell(), _use_new_zipfile_serialization=False),
+    "a shard that inflates to 1 GiB": lambda _: _bomb(1 << 30),
+    "a shard of 2^60 numbers": lambda _: _saved({"weight": _view((1 << 30, 1 << 30), torch.float32)}),
+    "a sparse shard": lambda _: _saved({"weight": _sparse()}),
+    "a shard without storage": lambda _: _saved({"weight": torch.zeros(4, 4, device="meta")}),
+    "a shard whose storage is cut off": lambda _: _short_shard(),
+    "a shard that is no state_dict": lambda _: _saved([torch.zeros(3)]),
+    "nested tuples in a shard": _program(b"\x80\x02}q\x01(" + _TUPLES + b"K\x01u."),
+}
+JOIN = "table import {file} {out}/out.safetensors"
 TRAIN = "train {config} --out {out}/run --init-weights {file}"
 CASES = {name: crafted(EMBED, "crafted.pt", content) for name, content in CONTENTS.items()} | {
+    **{name: crafted(JOIN, "softmax_fc_gpu_0.pt", content) for name, content in SHARDS.items()},
+    "a checkpoint of arcface_torch that is a list": crafted(JOIN, "checkpoint_gpu_0.pt", _saved([torch.zeros(3)])),
     "2^43 numbers in two bytes, trained": crafted(TRAIN, "crafted.pt", _wide),
     "1 MB that inflates to 1 GiB, trained": crafted(TRAIN, "crafted.pt", lambda _: _bomb(1 << 30)),
     "a program that inflates to 1 GiB": crafted(EMBED, "crafted.pt2", lambda _: _inflated_program()),
