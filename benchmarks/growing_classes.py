@@ -4,6 +4,7 @@ Shares no code with plsc: keys and their classes are a dict, rows an array to wh
 classes that are gone stay in it with a logit of minus infinity.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,8 @@ class Rows:
         sums = torch.zeros(len(new), x.shape[1], dtype=torch.float64)
         is_new = torch.from_numpy(np.isin(keys, new))
         sums.index_add_(0, torch.from_numpy(np.searchsorted(new, keys[is_new.numpy()])), units[is_new])
-        return sums / sums.norm(dim=1, keepdim=True) * FIRST_LENGTH * x.shape[1] ** 0.5
+        lengths: Tensor = sums.norm(dim=1, keepdim=True)
+        return sums / lengths * (FIRST_LENGTH * math.sqrt(x.shape[1]))
 
     def _add_loss(self, unit: Tensor, x: Tensor, labels: Tensor, batch: int) -> float:
         """CosFace of some samples, as their part of the mean over ``batch``; its gradient is added to ``unit``'s."""
@@ -168,5 +170,5 @@ class Rows:
         logits = SCALE * (cosines - MARGIN * torch.nn.functional.one_hot(labels, len(unit)))
         logits = logits.index_fill(1, torch.tensor(self._gone, dtype=torch.int64), -torch.inf)
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / batch
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.item()

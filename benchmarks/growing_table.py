@@ -133,7 +133,7 @@ def expected(args: argparse.Namespace) -> tuple[list[float], Rows]:
 def train_exactly(args: argparse.Namespace) -> None:
     """Be a rank: go on from the newest state in ``args.folder`` to the last step."""
     mesh, stream = plsc.init("cpu"), Stream(args.exact_dim, FIRST, args.new, SEED)
-    precision = {"weight_dtype": torch.float64, "momentum_dtype": torch.float64}
+    precision: dict[str, Any] = {"weight_dtype": torch.float64, "momentum_dtype": torch.float64}
     margin = plsc.CosFace(s=SCALE, m=MARGIN)
     head = plsc.DynamicHead(args.exact_dim, args.classes + 5 * args.new, mesh, margin, **precision)
     optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
@@ -283,7 +283,7 @@ def take_turns(args: argparse.Namespace) -> None:
     dynamic = plsc.DynamicHead(dim, args.classes + room, mesh, margin, **options)
     keys = generator.integers(0, 2**62, args.classes)
     for part in np.array_split(keys, 20):
-        dynamic.insert(part, torch.from_numpy(generator.standard_normal((len(part), dim)) * 0.01))
+        dynamic.insert(torch.from_numpy(part), torch.from_numpy(generator.standard_normal((len(part), dim)) * 0.01))
     optimizers = {head: plsc.HeadSGD(head, lr=0.1, momentum=0.9, weight_decay=5e-4) for head in (fixed, dynamic)}
     rates: dict[str, list[float]] = {"fixed": [], "held": [], "growing": []}
     for turn in range(-1, args.turns):
@@ -303,7 +303,7 @@ def take_turns(args: argparse.Namespace) -> None:
             rates[way] += [rate] if turn >= 0 else []
             if way == "growing":
                 assert dynamic.num_classes == args.classes + new.size
-                dynamic.remove(new.flatten())
+                dynamic.remove(torch.from_numpy(new.flatten()))
     if mesh.is_main:
         tell(args.folder, rates)
     shutdown()
@@ -323,7 +323,7 @@ def of_way(
     """Labels (batch,) of class numbers ``chosen``: themselves, their keys, or the new keys and the others' keys."""
     if way == "fixed":
         return chosen
-    labels = keys[chosen]
+    labels: np.ndarray[Any, Any] = keys[chosen]
     if way == "growing":
         labels[:: len(labels) // len(new)][: len(new)] = new
     return labels

@@ -85,10 +85,10 @@ class RowState:
     ) -> None:
         check_state_dtype(dtype)
         reserved, make = max(rows, capacity), torch.empty if capacity else torch.zeros
-        scale = make(reserved, device=device) if dtype == torch.int8 else None
-        self._set(make(reserved, columns, dtype=dtype, device=device), scale, rounding)
+        values = make(reserved, columns, dtype=dtype, device=device)
+        self._set(values, make(reserved, device=device) if dtype == torch.int8 else None, rounding)
         if capacity:
-            self.values = self.values[:0]
+            self.values = values[:0]
             self.use(rows)
 
     @classmethod
@@ -105,8 +105,9 @@ class RowState:
     def use(self, rows: int) -> None:
         """Let the first ``rows`` of the memory be the table; those that come in are zero."""
         values, scale = self._reserved
+        before = len(self.values)
         for tensor in (values,) if scale is None else (values, scale):
-            tensor[len(self.values) : rows] = 0
+            tensor[before:rows] = 0
         self.values, self.scale = values[:rows], None if scale is None else scale[:rows]
 
     def read(self, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
