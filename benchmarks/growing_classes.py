@@ -167,8 +167,9 @@ class Rows:
     def _add_loss(self, unit: Tensor, x: Tensor, labels: Tensor, batch: int) -> float:
         """CosFace of some samples, as their part of the mean over ``batch``; its gradient is added to ``unit``'s."""
         cosines = (x / x.norm(dim=1, keepdim=True)) @ unit.T
-        logits = SCALE * (cosines - MARGIN * torch.nn.functional.one_hot(labels, len(unit)))
-        logits = logits.index_fill(1, torch.tensor(self._gone, dtype=torch.int64), -torch.inf)
+        logits = SCALE * cosines
+        logits[torch.arange(len(labels)), labels] -= SCALE * MARGIN
+        logits.index_fill_(1, torch.tensor(self._gone, dtype=torch.int64), -torch.inf)
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / batch
         loss.backward()
         return loss.item()

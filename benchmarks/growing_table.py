@@ -196,7 +196,7 @@ def kill_after(step: int, ranks: list[subprocess.Popen[bytes]], folder: Path, dr
     while max((number for number, _ in told_losses(folder)), default=-1) < step:
         assert all(process.poll() is None for process in ranks), "a rank ended by itself: see above"
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.1)
     time.sleep(draw.uniform(0.0, 1.5))
     for process in ranks:
         process.kill()
