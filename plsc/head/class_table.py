@@ -333,8 +333,11 @@ class ClassTable:
 
     def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
         """Tables of zeros for an optimizer, stored as and where the rows are."""
-        rows, dim, device = self.shape.reserved, self.shape.dim, self.parameter.device
-        tables = {name: RowState(rows, dim, dtype, device, rounding) for name, dtype in dtypes.items()}
+        shape, device = self.shape, self.parameter.device
+        tables = {
+            name: RowState(shape.rows, shape.dim, dtype, device, rounding, shape.capacity)
+            for name, dtype in dtypes.items()
+        }
         return self._following(OptimizerState(self, tables))
 
     def row_shard(self, local: Tensor, name: str = "weight") -> TensorShard:

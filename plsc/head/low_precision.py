@@ -70,14 +70,26 @@ class RowState:
         dtype: how it is stored; int8 adds 4 bytes of scale per row.
         device: its device.
         rounding: "nearest" exists to show what it breaks.
+        capacity: rows that memory is reserved for, where there may come to be more than ``rows``; a CPU's is taken
+            as :meth:`use` lets them in.
     """
 
     def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, rounding: Rounding = "stochastic"
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = "stochastic",
+        capacity: int = 0,
     ) -> None:
         check_state_dtype(dtype)
-        scale = torch.zeros(rows, device=device) if dtype == torch.int8 else None
-        self._set(torch.zeros(rows, columns, dtype=dtype, device=device), scale, rounding)
+        reserved, make = max(rows, capacity), torch.empty if capacity else torch.zeros
+        values = make(reserved, columns, dtype=dtype, device=device)
+        self._set(values, make(reserved, device=device) if dtype == torch.int8 else None, rounding)
+        if capacity:
+            self.values = values[:0]
+            self.use(rows)
 
     @classmethod
     def over(cls, values: Tensor, scale: Tensor | None, rounding: Rounding) -> "RowState":
@@ -91,8 +103,11 @@ class RowState:
         self._reserved = values, scale
 
     def use(self, rows: int) -> None:
-        """Let the first ``rows`` of the memory be the table."""
+        """Let the first ``rows`` of the memory be the table; those that come in are zero."""
         values, scale = self._reserved
+        before = len(self.values)
+        for tensor in (values,) if scale is None else (values, scale):
+            tensor[before:rows] = 0
         self.values, self.scale = values[:rows], None if scale is None else scale[:rows]
 
     def read(self, index: slice | Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.head_problems import HIGH, LOW
 import plsc
 from plsc.errors import UsageError
 from plsc.head.key_map import KeyMap
+from plsc.sizes import status_bytes
 
 DIM, LR, MOMENTUM, DECAY = 12, 0.3, 0.9, 1e-3
 ARC = plsc.ArcFace(s=16.0, m=0.3)
@@ -313,6 +315,22 @@ def test_rows_that_saw_no_sample_keep_their_bits():
     train_step(head, optimizer, x.float(), later)
     assert torch.equal(head.rows_of(old[1:]), before[1:])
     assert not torch.equal(head.rows_of(old[:1]), before[:1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the process's memory")
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.int8])
+def test_memory_is_taken_as_classes_come(momentum_dtype):
+    """Weights of 256 MB would be, and a momentum, were every reserved row taken."""
+    options = {"weight_dtype": torch.float32, "momentum_dtype": momentum_dtype}
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    for room in (100, 1_000_000):  # the first takes the libraries' memory
+        before = status_bytes("VmRSS")
+        head = plsc.DynamicHead(64, room, margin=ARC, **options)
+        optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM)
+        for keys in (torch.arange(20), torch.arange(10, 30)):
+            train_step(head, optimizer, x, keys)
+    assert status_bytes("VmRSS") - before < 32e6
+    assert all(len(table.values) == 30 for table in optimizer.tables.values())
 
 
 def test_a_removed_class_leaves_no_number_behind():
