@@ -14,9 +14,13 @@ the file, for GPUs. int8 is for CPUs: some pictures of --data give its ranges, a
 what it loses: TAR at a false accept rate, and the threshold that holds that rate. A file that loses more than
 --max-tar-loss is not written. An int8 file has a contract id of its own: embed, index and calibrate with it anew.
 
+Instead of RUN, --format onnx takes a float32 ONNX file of any embedding model, somebody else's too, and writes it anew
+with --precision fp16 or int8, or --with-preprocessing.
+
   plsc export runs/faces --format onnx --out faces.onnx
   plsc export runs/faces --format onnx --out faces16.onnx --with-preprocessing --precision fp16
   plsc export runs/faces --format onnx --out faces8.onnx --precision int8 --data people/
+  plsc export theirs.onnx --format onnx --out theirs8.onnx --precision int8 --data people/
 """
 
 import argparse
@@ -36,18 +40,26 @@ from plsc.tools.entry import (
 )
 
 if TYPE_CHECKING:
+    from plsc.embedding.embedder import Engine
+    from plsc.embedding.export import Judge
+    from plsc.embedding.onnx_deployment import OnnxForm
+    from plsc.evaluation.precision_loss import JudgedPictures
     from plsc.models import Backbone
+    from plsc.models.preprocessing import Preprocessing
 
 HELP = "write a trained backbone as ONNX, a torch program, arcface_torch's weights or timm's folder"
 FORMATS = ("onnx", "torch", "insightface", "timm")
 PRECISIONS = ("fp32", "fp16", "int8")
+ONNX = ".onnx"
 CALIBRATED, MAX_TAR_LOSS = 256, 0.01
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "model", metavar="RUN", help="a run directory, a .safetensors file, hf-hub:ORG/NAME, or arcface_torch's .pt"
+        "model",
+        metavar="RUN",
+        help="a run directory, a .safetensors file, hf-hub:ORG/NAME, arcface_torch's .pt, or an .onnx file to reduce",
     )
     parser.add_argument("--best", action="store_true", help="of RUN, the weights of the best evaluation")
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
@@ -71,7 +83,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Export, and print the largest difference between the file's embeddings and the backbone's."""
-    from plsc.embedding import export
     from plsc.embedding.embedder import model_file
     from plsc.models import load_model
     from plsc.models.preprocessing import size_text
@@ -85,18 +96,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     key = None if args.sign is None else load_private_key(args.sign)
     check_output(args.out, overwrite=args.overwrite)
     remove_leftovers(args.out)
-    model = load_model(model_file(args.model, best=args.best))
-    if args.format == "onnx":
-        result = _export_onnx(args, model)
-    elif args.format == "torch":
-        tolerance = export.TOLERANCE if args.tolerance is None else args.tolerance
-        result = export.export_torch(model, args.out, tolerance=tolerance)
+    path = model_file(args.model, best=args.best)
+    if path.suffix == ONNX:
+        name, result = path.name, _reduce_onnx(args, path)
     else:
-        result = export.export_insightface(model, args.out)
+        model = load_model(path)
+        name, result = model.name, _export_backbone(args, model)
     if key is not None:
         sign(args.out, key)
     show(
-        f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
+        f"{result['file']}: {name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
     )
     return result
@@ -122,27 +131,56 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError("--max-tar-loss is judged on pictures of people: give --data")
     if args.precision == "int8" and args.data is None:
         raise UsageError("--precision int8 is calibrated and judged on pictures of people: give --data")
+    if Path(args.model).suffix != ONNX:
+        return
+    if args.format != "onnx":
+        raise UsageError(f"{args.model} is reduced to another .onnx file only: give --format onnx, or the model's run")
+    if args.precision == "fp32" and not args.with_preprocessing:
+        raise UsageError(f"{args.model} is ONNX already: give --precision fp16 or int8, or --with-preprocessing")
 
 
-def _export_onnx(args: argparse.Namespace, model: "Backbone") -> dict[str, Any]:
-    from plsc.embedding.embedder import Engine
-    from plsc.embedding.export import export_onnx
+def _export_backbone(args: argparse.Namespace, model: "Backbone") -> dict[str, Any]:
+    from plsc.embedding import export
+
+    if args.format == "onnx":
+        form, pictures = _form(args, model.preprocessing)
+        judge = None if pictures is None else _judge(args, pictures)
+        return export.export_onnx(model, args.out, tolerance=args.tolerance, form=form, judge=judge)
+    if args.format == "torch":
+        tolerance = export.TOLERANCE if args.tolerance is None else args.tolerance
+        return export.export_torch(model, args.out, tolerance=tolerance)
+    return export.export_insightface(model, args.out)
+
+
+def _reduce_onnx(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    from plsc.embedding.export import reduce_onnx
+    from plsc.embedding.onnx_source import open_source
+
+    source = open_source(path)
+    form, pictures = _form(args, source.engine.preprocessing)
+    judge = None if pictures is None else _judge(args, pictures)
+    return reduce_onnx(source, args.out, tolerance=args.tolerance, form=form, judge=judge)
+
+
+def _form(args: argparse.Namespace, preprocessing: "Preprocessing") -> tuple["OnnxForm", "JudgedPictures | None"]:
+    """What the file is to be, and the pictures of --data."""
     from plsc.embedding.onnx_deployment import OnnxForm
     from plsc.evaluation.precision_loss import JudgedPictures
 
-    form = OnnxForm(args.precision, args.with_preprocessing)
     if args.data is None:
-        return export_onnx(model, args.out, tolerance=args.tolerance, form=form)
+        return OnnxForm(args.precision, args.with_preprocessing), None
     calibrated = (args.calibrate or CALIBRATED) if args.precision == "int8" else 0
-    pictures = JudgedPictures(args.data, model.preprocessing, calibrated)
-    form = OnnxForm(args.precision, args.with_preprocessing, pictures.batches())
+    pictures = JudgedPictures(args.data, preprocessing, calibrated)
+    return OnnxForm(args.precision, args.with_preprocessing, pictures.batches()), pictures
 
-    def judge(reference: Engine, reduced: Engine) -> dict[str, Any]:
+
+def _judge(args: argparse.Namespace, pictures: "JudgedPictures") -> "Judge":
+    def judge(reference: "Engine", reduced: "Engine") -> dict[str, Any]:
         found = pictures.loss(reference, reduced, args.max_tar_loss or MAX_TAR_LOSS)
         show(*found.lines(args.precision))
         return found.to_dict()
 
-    return export_onnx(model, args.out, tolerance=args.tolerance, form=form, judge=judge)
+    return judge
 
 
 def _export_timm(args: argparse.Namespace) -> dict[str, Any]:

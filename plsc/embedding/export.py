@@ -1,7 +1,7 @@
 """Exporting backbones: ONNX, a torch.export program, arcface_torch's state_dict; each verified after writing.
 
-Every function writes the file under a temporary name, reads it back, compares its embeddings with the backbone's on
-random images at several batch sizes, and only then renames it.
+Other people's ONNX files are reduced likewise. Every function writes the file under a temporary name, reads it back,
+compares its embeddings with the model's on random images at several batch sizes, and only then renames it.
 """
 
 import logging
@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8, OnnxForm, in_precision, put_preprocessing_inside
 from plsc.embedding.onnx_engine import FORMAT as ONNX_FORMAT
 from plsc.embedding.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
+from plsc.embedding.onnx_source import OnnxSource
 from plsc.embedding.program import FORMAT as PROGRAM_FORMAT
 from plsc.embedding.program import open_program, save_program
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, PlscError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 from plsc.models.backbone import ARCFACE_TORCH_NAMES
@@ -71,20 +73,67 @@ def export_onnx(
         UsageError: the model has no ONNX form, or the file cannot be written.
         DataError: the written file's embeddings differ by more than ``tolerance`` times their largest value.
     """
+    return _export_graph(backbone_engine(model, CPU), lambda _: _float_graph(model), path, tolerance, form, judge)
+
+
+def reduce_onnx(
+    source: OnnxSource,
+    path: str | Path,
+    *,
+    tolerance: float | None = None,
+    form: OnnxForm | None = None,
+    judge: Judge | None = None,
+) -> dict[str, Any]:
+    """Write somebody's ONNX model anew, in a lower precision or with the preprocessing inside.
+
+    A fixed batch stays, and so do the names of input and output and what the file says of itself. The metadata are
+    those of :func:`export_onnx`; the contract id is the source's, but in int8.
+
+    Args:
+        source: of :func:`plsc.embedding.onnx_source.open_source`.
+        path: of the file.
+        tolerance, form, judge: as :func:`export_onnx`.
+
+    Returns:
+        As :func:`export_onnx`.
+
+    Raises:
+        UsageError: int8 has nothing to calibrate on, or no layer to compute; the file cannot be written.
+        DataError: the graph has no such form; the written file's embeddings differ by more than ``tolerance``.
+    """
     form = form or OnnxForm()
-    judged: list[dict[str, Any]] = []
+    form = replace(form, calibration=source.batches(form.calibration))
+    return _export_graph(source.engine, source.graph, path, tolerance, form, judge, source)
+
+
+def _export_graph(
+    engine: Engine,
+    float_graph: Callable[[str], Any],
+    path: str | Path,
+    tolerance: float | None,
+    form: OnnxForm | None,
+    judge: Judge | None,
+    source: OnnxSource | None = None,
+) -> dict[str, Any]:
+    """Write in the form what ``float_graph`` makes for a precision, an ``onnx.ModelProto``, perhaps of a ``source``."""
     import onnx
 
+    form = form or OnnxForm()
+    judged: list[dict[str, Any]] = []
+
     def write(engine: Engine, tmp_path: Path) -> Engine:
-        onnx.save(_onnx_model(model, engine, form), str(tmp_path))
-        return OnnxEngine(tmp_path, CPU, own=True)
+        onnx.save(_in_form(float_graph, engine, form, {} if source is None else source.metadata), str(tmp_path))
+        written = OnnxEngine(tmp_path, CPU, own=True)
+        if source is not None:  # its graph is somebody's still: no batch is larger than those that were tried
+            written.batches = source.engine.batches
+        return written
 
     def judge_written(engine: Engine, written: Engine) -> None:
         if judge is not None:
             judged.append(judge(engine, written))
 
     limit = ONNX_TOLERANCES[form.precision] if tolerance is None else tolerance
-    result = _exported("onnx", model, Path(path), write, limit, judge_written)
+    result = _exported("onnx", engine, Path(path), write, limit, judge_written)
     about = {"precision": form.precision, "with_preprocessing": form.with_preprocessing}
     return {**result, **about, "judged": judged[0] if judged else None}
 
@@ -103,7 +152,7 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
             save_program(_program(model), tmp_path, contract)
         return TorchEngine(*open_program(tmp_path, CPU, own=True), CPU, "fp32")
 
-    return _exported("torch", model, Path(path), write, tolerance)
+    return _exported("torch", backbone_engine(model, CPU), Path(path), write, tolerance)
 
 
 def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
@@ -130,19 +179,19 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
         return backbone_engine(load_model(tmp_path, own=True), CPU)
 
     network = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
-    return {**_exported("insightface", model, Path(path), write, 0.0), "arcface_torch": network}
+    result = _exported("insightface", backbone_engine(model, CPU), Path(path), write, 0.0)
+    return {**result, "arcface_torch": network}
 
 
 def _exported(
     kind: str,
-    model: Backbone,
+    engine: Engine,
     path: Path,
     write: Callable[[Engine, Path], Engine],
     tolerance: float,
     judge: Callable[[Engine, Engine], None] = lambda engine, written: None,
 ) -> dict[str, Any]:
-    """Let ``write`` write the file and read it back; it appears once its embeddings are those of ``model``."""
-    engine = backbone_engine(model, CPU)
+    """Let ``write`` write the file and read it back; it appears once its embeddings are those of ``engine``."""
     expected = _expected(engine, path)
     with atomic_write(path) as tmp_path:
         tmp_path.touch()  # fails now, before the work, if the folder cannot be written
@@ -163,19 +212,25 @@ def _exported(
     }
 
 
-def _onnx_model(model: Backbone, engine: Engine, form: OnnxForm) -> Any:
+def _in_form(float_graph: Callable[[str], Any], engine: Engine, form: OnnxForm, metadata: dict[str, str]) -> Any:
+    """The ``onnx.ModelProto`` that is written."""
     import onnx
 
-    graph = _float_graph(model)
-    with _quiet():
-        graph = in_precision(graph, form, engine.preprocessing)
+    try:
+        with _quiet():
+            graph = in_precision(float_graph(form.precision), form, engine.preprocessing)
+    except PlscError:
+        raise
+    except Exception as error:  # onnx's and onnxruntime's errors share no public base class
+        raise DataError(f"the model has no form in {form.precision}: {first_line(error)}") from None
     contract = {**engine.preprocessing.metadata(), **_contract(engine)}
     if form.precision == INT8:
         contract["contract_id"] = contract_id(engine.preprocessing, fingerprint(graph))
     if form.with_preprocessing:
         put_preprocessing_inside(graph, engine.preprocessing)
-    metadata = {"format": ONNX_FORMAT, "precision": form.precision, **contract, "fingerprint": fingerprint(graph)}
-    onnx.helper.set_model_props(graph, {f"{METADATA_PREFIX}{key}": str(value) for key, value in metadata.items()})
+    own = {"format": ONNX_FORMAT, "precision": form.precision, **contract, "fingerprint": fingerprint(graph)}
+    stated = {f"{METADATA_PREFIX}{key}": str(value) for key, value in own.items()}
+    onnx.helper.set_model_props(graph, {**metadata, **stated})
     return graph
 
 

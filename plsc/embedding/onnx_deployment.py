@@ -1,8 +1,8 @@
 """ONNX graphs for deployment: the preprocessing inside, computed in float16, or quantised to int8.
 
 int8 is onnxruntime's static quantisation: pairs of QuantizeLinear and DequantizeLinear (QDQ), weights per channel,
-ranges of values between the smallest and the largest that the user's own pictures give. The first and the last layer
-stay in float32: they have few of the products, and lose most.
+ranges of values between the smallest and the largest that the user's own pictures give. The first and the last layer,
+and what stands before and after them, stay in float32: they have few of the products, and lose most.
 """
 
 import tempfile
@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from plsc.embedding.onnx_model import graph_inputs
 from plsc.errors import UsageError
 from plsc.models.preprocessing import Preprocessing
 
 FP32, FP16, INT8 = "fp32", "fp16", "int8"
 LAYERS = ("Conv", "Gemm", "MatMul")  # operators with weights
 PIXELS = "preprocessing_pixels"
+# Operators, what they take of the preprocessing, with which value they do nothing, and what their result is called.
+ARITHMETIC = (("Sub", "mean", 0.0, "preprocessing_difference"), ("Div", "std", 1.0, "preprocessing_values"))
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def in_precision(model: Any, form: OnnxForm, preprocessing: Preprocessing) -> An
     """Compute an ``onnx.ModelProto`` of float32 in the form's precision; inputs and outputs stay float32.
 
     Raises:
-        UsageError: there is nothing to calibrate int8 on.
+        UsageError: there is nothing to calibrate int8 on, or no layer for it between the first and the last.
     """
     if form.precision == FP16:
         return _halved(model)
@@ -75,7 +78,10 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
     first = next(batches, None)
     if first is None:
         raise UsageError("int8 takes pictures to calibrate on: give some")
-    layers = [node.name for node in model.graph.node if node.op_type in LAYERS]
+    names = [node.name for node in model.graph.node]
+    layers = [place for place, node in enumerate(model.graph.node) if node.op_type in LAYERS]
+    if len(layers) < 3:
+        raise UsageError("int8 leaves the first and the last layer in float32, and the model has none between them")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "quantised.onnx"
         quantize_static(
@@ -85,37 +91,49 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=[layers[0], layers[-1]],
+            nodes_to_exclude=[*names[: layers[0] + 1], *names[layers[-1] :]],
         )
         return onnx.load(str(path))
 
 
 def put_preprocessing_inside(model: Any, preprocessing: Preprocessing) -> None:
-    """Change the input of an ``onnx.ModelProto`` to uint8 (B, H, W, 3) RGB; it computes (x - mean)/std itself."""
-    from onnx import TensorProto, helper, numpy_helper
+    """Change the input of an ``onnx.ModelProto`` to uint8 (B, H, W, 3) RGB; it computes (x - mean)/std itself.
+
+    A model that normalises its input itself, for which mean is 0 and std 1, gets the pixels as floats.
+    """
+    from onnx import TensorProto, helper
 
     graph = model.graph
     (given,) = graph.input
-    name, batch = given.name, given.type.tensor_type.shape.dim[0].dim_param
+    name, batch = given.name, graph_inputs(model)[0].shape[0]
+    steps, constants = _preprocessing_steps(name, preprocessing)
     for node in graph.node:
         for place, value in enumerate(node.input):
             if value == name:
-                node.input[place] = "preprocessing_values"
-    for key in ("mean", "std"):
-        numbers = np.asarray(getattr(preprocessing, key), dtype=np.float32)
-        constant = numbers.reshape(-1, 1, 1) if numbers.ndim else numbers
-        graph.initializer.append(numpy_helper.from_array(constant, f"preprocessing_{key}"))
-    values = [name, "preprocessing_channels", PIXELS, "preprocessing_difference", "preprocessing_values"]
-    steps = [
-        helper.make_node("Transpose", [values[0]], [values[1]], perm=[0, 3, 1, 2]),
-        helper.make_node("Cast", [values[1]], [values[2]], to=TensorProto.FLOAT),
-        helper.make_node("Sub", [values[2], "preprocessing_mean"], [values[3]]),
-        helper.make_node("Div", [values[3], "preprocessing_std"], [values[4]]),
-    ]
-    for node in steps:
-        node.name = f"preprocessing_{node.op_type}"
+                node.input[place] = steps[-1].output[0]
+    graph.initializer.extend(constants)
     nodes = [*steps, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
     channels, height, width = preprocessing.shape
     given.CopyFrom(helper.make_tensor_value_info(name, TensorProto.UINT8, [batch, height, width, channels]))
+
+
+def _preprocessing_steps(given: str, preprocessing: Preprocessing) -> tuple[list[Any], list[Any]]:
+    """Nodes that make normalised floats (B, 3, H, W) of ``given``, the last of them at the end, and their constants."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    steps = [
+        helper.make_node("Transpose", [given], ["preprocessing_channels"], perm=[0, 3, 1, 2]),
+        helper.make_node("Cast", ["preprocessing_channels"], [PIXELS], to=TensorProto.FLOAT),
+    ]
+    constants = []
+    for operator, key, neutral, result in ARITHMETIC:
+        numbers = np.asarray(getattr(preprocessing, key), dtype=np.float32)
+        if (numbers != neutral).any():
+            constant = numbers.reshape(-1, 1, 1) if numbers.ndim else numbers
+            constants.append(numpy_helper.from_array(constant, f"preprocessing_{key}"))
+            steps.append(helper.make_node(operator, [steps[-1].output[0], constants[-1].name], [result]))
+    for node in steps:
+        node.name = f"preprocessing_{node.op_type}"
+    return steps, constants

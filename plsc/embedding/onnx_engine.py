@@ -40,6 +40,11 @@ class OnnxEngine:
     Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
     model begins by normalising: then they stay as they are.
 
+    Attributes:
+        fixed_batch: pictures that it takes at once; None: any number.
+        channels_last: it takes (B, H, W, 3).
+        batches: sizes in which a free batch is run, the largest first; none: any.
+
     Raises:
         DataError: the file is corrupt, refused, cannot be run, or is no embedding model.
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
@@ -61,13 +66,13 @@ class OnnxEngine:
         if image_input.type not in INPUT_TYPES:
             raise DataError(f"{path} takes {image_input.type}; an embedding model takes float or uint8 images")
         self._dtype = INPUT_TYPES[image_input.type]
-        self._fixed_batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
+        self.fixed_batch, size, self.channels_last = _layout(path, image_input.shape, metadata)
         self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
         stated = metadata.get("precision")
         self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
-        self._batches: tuple[int, ...] = ()  # any
+        self.batches: tuple[int, ...] = ()  # any
         if not trusted:
-            self._batches = CPU_BATCHES if providers == [CPU] else GPU_BATCHES
+            self.batches = CPU_BATCHES if providers == [CPU] else GPU_BATCHES
             require_trial(path, "onnx", content, Inputs(image_input.name, np.dtype(self._dtype).name, self._shapes()))
         self._session = open_session(path, content, providers)
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
@@ -76,20 +81,20 @@ class OnnxEngine:
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
-        sizes: int | list[int] = self._fixed_batch or LARGEST_BATCH
-        if self._batches and not self._fixed_batch:
-            sizes = pieces(len(images_u8), self._batches)
+        sizes: int | list[int] = self.fixed_batch or LARGEST_BATCH
+        if self.batches and not self.fixed_batch:
+            sizes = pieces(len(images_u8), self.batches)
         chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), sizes)]
         return torch.from_numpy(np.concatenate(chunks))
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the batches that the model is run with."""
         channels, *sides = self.preprocessing.shape
-        picture = (*sides, channels) if self._channels_last else (channels, *sides)
-        return tuple((batch, *picture) for batch in ([self._fixed_batch] if self._fixed_batch else self._batches))
+        picture = (*sides, channels) if self.channels_last else (channels, *sides)
+        return tuple((batch, *picture) for batch in ([self.fixed_batch] if self.fixed_batch else self.batches))
 
     def _run_chunk(self, images_u8: Tensor) -> np.ndarray:
-        count, batch = len(images_u8), self._fixed_batch or 0
+        count, batch = len(images_u8), self.fixed_batch or 0
         if count < batch:
             images_u8 = torch.cat([images_u8, images_u8[-1:].expand(batch - count, -1, -1, -1)])
         rows = self._answer(images_u8)
@@ -102,23 +107,23 @@ class OnnxEngine:
 
     def _answer(self, images_u8: Tensor) -> np.ndarray:
         images = images_u8 if self._dtype is np.uint8 else self.preprocessing(images_u8)
-        if self._channels_last:
+        if self.channels_last:
             images = images.permute(0, 2, 3, 1)
         values = np.ascontiguousarray(images.numpy(), dtype=self._dtype)
         return run_session(self._path, self._session, [self._output], {self._input: values})[0]
 
     def _probe(self) -> int:
         """D, from a run on black images; a model whose free batch turns out to be fixed is run image by image."""
-        count = self._fixed_batch or (self._batches or (2,))[0]
+        count = self.fixed_batch or (self.batches or (2,))[0]
         black = torch.zeros(count, *self.preprocessing.shape, dtype=torch.uint8)
         try:
             answer = self._answer(black)
             if answer.ndim == 0 or answer.shape[0] != count:
                 raise DataError(f"{self._path} answers {answer.shape} for a batch of {count}; it is no embedding")
         except DataError:
-            if self._fixed_batch:
+            if self.fixed_batch:
                 raise
-            self._fixed_batch = 1
+            self.fixed_batch = 1
             return self._probe()
         return math.prod(answer.shape[1:])
 
