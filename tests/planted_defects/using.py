@@ -446,8 +446,8 @@ USING = (
     Defect(
         "int8 takes the first layer too",
         "plsc/embedding/onnx_deployment.py",
-        "nodes_to_exclude=[layers[0], layers[-1]]",
-        "nodes_to_exclude=[layers[-1]]",
+        "nodes_to_exclude=[*names[: layers[0] + 1], *names[layers[-1] :]]",
+        "nodes_to_exclude=names[layers[-1] :]",
         ("tests/embedding/test_onnx_deployment.py",),
     ),
 )
