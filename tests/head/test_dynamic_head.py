@@ -159,7 +159,7 @@ def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, he
     sizes = {1: [12], 2: [9, 3], 3: [7, 0, 5], 4: [5, 1, 0, 6]}[world]
     losses, oracle = expected(12)
     known = {"head_ranks": head_ranks} if head_ranks else {}
-    assert len(CHANGES) > 2
+    assert {3000, 2001} <= oracle.classes.keys()  # the last changes were made
     for found, keys, rows, counts, live in ranks(world, train, sizes, 12, options, **known):
         assert relative_error(torch.stack(found), torch.stack(losses)) < 1e-7  # first rows are of float32 units
         assert keys.tolist() == sorted(oracle.classes)
