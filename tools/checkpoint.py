@@ -122,7 +122,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embedding.export import export_insightface
     from plsc.models import save_model
     from plsc.train.checkpoint_inspection import check_outputs, find_checkpoints, read_backbone
-    from plsc.train.stored_table import write_centres
+    from plsc.train.stored_table import write_centres, write_class_names
 
     if args.out.suffix not in (".safetensors", ".pt"):
         raise UsageError(f"{args.out}: name a .safetensors file, or a .pt file for arcface_torch")
@@ -138,6 +138,8 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
         remove_leftovers(args.centres)
         centres = write_centres(path, args.centres, args.table)
         show(f"{args.centres}: class centres {' x '.join(map(str, centres['shape']))}, float32")
+        if names := write_class_names(path, args.centres, args.table):
+            show(f"{names}: the names of each")
     remove_leftovers(args.out)
     if args.out.suffix == ".pt":
         export_insightface(model, args.out)

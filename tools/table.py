@@ -237,7 +237,7 @@ def _norms(table: "StoredTable") -> dict[str, Any]:
 
 def _export(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.checkpoint_inspection import find_checkpoints
-    from plsc.train.stored_table import open_table
+    from plsc.train.stored_table import open_table, write_class_names
 
     as_file = args.format == _FORMATS[0]
     if as_file and args.out.suffix != ".safetensors":
@@ -250,6 +250,8 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     with open_table(path, args.table, state=args.format != "arcface_torch", scratch=scratch) as table:
         written = _write_file(table, args.out) if as_file else _write_shards(table, args)
     show(f"{args.out}: {written['rows']:,} rows of {written['dim']} of {path}; optimizer: {written['state']}")
+    if names := write_class_names(path, args.out, args.table):
+        show(f"{names}: the names of each class")
     return {"checkpoint": str(path), "file": str(args.out), **written}
 
 

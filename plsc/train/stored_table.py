@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import atomic_write
+from plsc.files import atomic_write, write_json
 from plsc.head.host_memory import mapped_file
+from plsc.head.key_map import KeyMap
 from plsc.head.low_precision import scale_name
 from plsc.head.saved_rows import SavedRows, open_saved_rows
 from plsc.parallel import Mesh
@@ -147,7 +148,8 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
 def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
     """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
 
-    Rows are as trained, not normalised; class numbers are those of RUN/classes.json.
+    Rows are as trained, not normalised; class numbers are those of RUN/classes.json, but of classes that are known by
+    name (:func:`write_class_names`).
 
     Args:
         path: the checkpoint.
@@ -165,6 +167,30 @@ def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
             for start, stop in opened.pieces(WEIGHT):
                 file.write(opened.floats(WEIGHT, start, stop).numpy().data.cast("B"))
     return {"file": str(out), "shape": shape}
+
+
+def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
+    """Write which names each class of a table has that knows them by name: OUT.json beside the rows ``out``.
+
+    Args:
+        path: the checkpoint.
+        out: the file that holds the rows.
+        table: the name of the class table, where the run has several.
+
+    Returns:
+        The file, ``{"classes": [[name, …], …]}`` in the order of the rows; None where classes are numbers of the data.
+    """
+    prefix = f"keys.{table}." if table else "keys."
+    state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
+    if "name_bytes" not in state:
+        return None
+    keys = KeyMap()
+    keys.load_state(state, [0])
+    names: list[list[str]] = [[] for _ in range(int(keys.classes.max()) + 1 if len(keys) else 0)]
+    for key, place in zip(keys.keys.tolist(), keys.classes.tolist(), strict=True):
+        names[place].append(keys.names.get(key, str(key)))
+    write_json(out.with_suffix(".json"), {"classes": names})
+    return out.with_suffix(".json")
 
 
 def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:

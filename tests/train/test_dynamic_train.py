@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
 
 from plsc.errors import UsageError
@@ -137,6 +138,10 @@ def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path,
         ["info", str(copied), "--names", "--json", str(tmp_path / "info.json")],
     ):
         assert main(["table", *command]) == 0
+    assert main(["table", "export", str(copied), str(tmp_path / "table.safetensors")]) == 0
+    named, rows = read_json(tmp_path / "table.json")["classes"], load_file(tmp_path / "table.safetensors")["weight"]
+    assert ["avatar-0", "avatar-1", "avatar-2"] in [sorted(names) for names in named]
+    assert len(named) == len(rows) == 12 - 2 - 1 + 2
     found = read_json(tmp_path / "info.json")
     assert found["classes"] == 12 - 2 - 1 + 2
     assert found["names"] == sorted({*before, "Ada"})
@@ -144,6 +149,7 @@ def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path,
     assert after.keys() == before.keys() | {"Ada"}
     units = [torch.nn.functional.normalize(before[f"avatar-{number}"].double(), dim=0) for number in range(3)]
     mean = torch.nn.functional.normalize(sum(units), dim=0) * before["avatar-0"].norm()
+    assert torch.equal(after["Ada"], rows[named.index(["Ada"])])
     for name in ("avatar-0", "avatar-1", "avatar-2"):
         assert torch.allclose(after[name].double(), mean, atol=1e-6)
     for new, old in (
