@@ -103,6 +103,7 @@ def _configure_from_gallery(parser: argparse.ArgumentParser) -> None:
     text = "of plsc serve --thumbnails (STORE/thumbnails where the store is a folder)"
     add("--thumbnails", type=Path, metavar="DIR", help=text)
     add("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store, with --thumbnails")
+    add_outside_option(parser)
     add("--least", type=positive, default=1, metavar="N", help="leave out persons with fewer pictures (1)")
     add("--names", action="store_true", help="write OUT/persons.json, the names by id")
 

@@ -104,10 +104,10 @@ def _pictures(
     store: Store, collection: str, folder: Path, written: _Written, progress: Progress
 ) -> Iterator[tuple[Person, dict[int, bytes]]]:
     """Yield everybody with the pictures that are kept, by face; count those that are not."""
-    thumbnails = ThumbnailStore(store, folder, keep=False)
+    thumbnails, below = ThumbnailStore(store, folder, keep=False), folder.resolve()
     for person in all_persons(store, collection):
         files = thumbnails.files(collection, person)
-        found = {face: _read(path, folder) for face, path in files.items()}
+        found = {face: _read(path, below) for face, path in files.items()}
         pictures = {face: data for face, data in found.items() if data is not None}
         written.faces_without_picture += len(person.faces) - len(pictures)
         written.persons_without_picture += not pictures
@@ -115,13 +115,14 @@ def _pictures(
         yield person, pictures
 
 
-def _read(path: Path, folder: Path) -> bytes | None:
+def _read(path: Path, below: Path) -> bytes | None:
     """The bytes of a picture; None, with a warning, if it is none: a service was killed while it wrote it, say."""
     try:
-        data = read_bytes(path, below=folder)
+        data = read_bytes(path, below=below)
         image_pixels(data)
     except DataError as error:
-        warn("plsc.gallery", f"left out: {path}: {error}")
+        why = str(error).removeprefix(f"cannot read {path}: ")
+        warn("plsc.gallery", f"left out: {path}: {why}")
         return None
     return data
 

@@ -40,7 +40,9 @@ def fill(folder: Path, persons: int = 4, pictures: int = 3) -> list[Person]:
     return added
 
 
-def test_classes_are_the_ids_of_the_persons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_are_the_ids_of_the_persons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gallery, out, report = tmp_path / "gallery", tmp_path / "new/people", tmp_path / "report.json"
     zero, one, two, last = fill(gallery)
     store = open_store(gallery)
@@ -70,7 +72,8 @@ def test_classes_are_the_ids_of_the_persons(tmp_path: Path, capsys: pytest.Captu
 
     assert from_gallery(gallery, out) == 2
     assert f"{out} exists already: give --overwrite to replace it" in capsys.readouterr().err
-    assert from_gallery(gallery, out, "--names", "--overwrite") == 0
+    monkeypatch.chdir(tmp_path)
+    assert from_gallery("gallery", "new/people", "--names", "--overwrite") == 0
     assert json.loads((out / "persons.json").read_text()) == {str(p.id): p.name for p in (one, two, last)}
     assert set(open_dataset(str(out)).class_names) == {str(person.id) for person in (one, two, last)}
 
