@@ -18,7 +18,7 @@ from plsc.data.codec import image_pixels
 from plsc.data.convert import LIST_NAME
 from plsc.data.recordio import write_key
 from plsc.errors import DataError
-from plsc.files import atomic_private_folder, new_folder, open_private, storage_errors, write_json
+from plsc.files import atomic_private_folder, new_folder, open_private, remove_leftovers, storage_errors, write_json
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import all_persons
@@ -83,6 +83,7 @@ def write_pictures(
         StorageError: there is no room. After any of them nothing is left of ``out``'s folder.
     """
     written = _Written()
+    remove_leftovers(out)
     with storage_errors(out), new_folder(out.absolute().parent), atomic_private_folder(out) as folder:
         progress = Progress("pictures", store.collection(collection).faces, "faces", quiet=quiet)
         with os.fdopen(open_private(folder / LIST_NAME), "wb") as lines:

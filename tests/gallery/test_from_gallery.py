@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.stores import DIM, faces, new_key_file
+from support.stores import DIM, Servers, faces, new_key_file
 
 from plsc.data import open_dataset
 from plsc.data.avatars import render_avatar
-from plsc.gallery.backends import open_store
+from plsc.gallery.backends import open_store, opened_store
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson, Person
@@ -70,12 +70,14 @@ def test_classes_are_the_ids_of_the_persons(
     assert modes == {0o600}
     assert {path.stat().st_mode & 0o777 for path in (out.parent, out, out / str(one.id))} == {0o700}
 
+    (out.with_name(f".{out.name}.{2**22 + 1}.tmp") / "9").mkdir(parents=True)  # of one that was killed
     assert from_gallery(gallery, out) == 2
     assert f"{out} exists already: give --overwrite to replace it" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert from_gallery("gallery", "new/people", "--names", "--overwrite") == 0
     assert json.loads((out / "persons.json").read_text()) == {str(p.id): p.name for p in (one, two, last)}
     assert set(open_dataset(str(out)).class_names) == {str(person.id) for person in (one, two, last)}
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
 def test_a_restored_snapshot_stands_in_for_a_gallery_that_is_served(tmp_path: Path) -> None:
@@ -126,6 +128,18 @@ def test_an_encrypted_store_takes_its_key(tmp_path: Path, capsys: pytest.Capture
     words = ("--thumbnails", tmp_path / "kept", "--encrypt", key)
     assert from_gallery(tmp_path / "vault", tmp_path / "out", *words) == 0
     assert [path.name for path in (tmp_path / "out" / str(ann.id)).iterdir()] == [f"{ann.faces[0]}.jpg"]
+
+
+def test_a_store_on_a_server_has_its_pictures_in_a_folder(tmp_path: Path, servers: Servers) -> None:
+    spec, kept = f"postgres:{servers.address('postgres')}", tmp_path / "kept"
+    with opened_store(spec) as store:
+        store.create_collection("staff", DIM, "m")
+        new = [NewPerson(faces(2)), NewPerson(faces(1))]
+        crops = [[crop(0, 0), crop(0, 1)], [crop(1, 0)]]
+        ann, bob = ThumbnailStore(store, kept, keep=True).add_persons("staff", new, "m", crops)
+        store.delete_person("staff", bob.id)  # by another process, which leaves the picture behind
+    assert from_gallery(spec, tmp_path / "out", "--collection", "staff", "--thumbnails", kept) == 0
+    assert list(open_dataset(str(tmp_path / "out")).class_names) == [str(ann.id)]
 
 
 def test_a_damaged_or_foreign_picture_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
