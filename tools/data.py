@@ -9,6 +9,7 @@ that holds train.rec), or a built-in drawing, avatars:IDSxIMAGES[@FIRST] or glyp
   plsc data pairs unseen/ unseen.bin           a verification set for `plsc eval`, half of its pairs the same identity
   plsc data pairs lfw-aligned/ lfw.bin --list pairs.txt             LFW's own pairs and folds
   plsc data align photos/ --out faces.rec --landmarks points.csv    cut out the faces, aligned as models expect them
+  plsc data from-gallery gallery/ people/      the pictures that `plsc serve --keep-thumbnails` kept, a class per person
 
 Of a folder, files ending in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first frame), .tif, .tiff, .pgm, .ppm,
 .pbm, .pnm and .avif are read, and .heic, .heif and .hif where pillow-heif is installed (the extra heic); a line names
@@ -22,10 +23,11 @@ file X.keys.tsv beside it (lines key<TAB>class<TAB>path). An output that exists 
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, quoted
 from plsc.files import check_output, new_folder
 from plsc.progress import counted, show
 from plsc.tools.entry import add_action, add_actions, add_detector_option, add_outside_option, natural, positive
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from plsc.data.dataset import ImageDataset
 
 DRAWN_PAIRS = 6000
-HELP = "convert, check, count and align sets of images; make verification pairs"
+USUAL_SIDE = 112  # pixels, of models of faces
+HELP = "convert, check, count and align sets of images; make verification pairs; take a gallery's pictures"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         text = "for images encoded anew (jpeg, quality 95)"
         action.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help=text)
     _configure_align(align)
+    text = "write the pictures that a gallery's service keeps as a folder per person"
+    _configure_from_gallery(add_action(actions, "from-gallery", _from_gallery, text, replaces="OUT, --json"))
 
 
 def _configure_pairs(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +93,19 @@ def _configure_align(parser: argparse.ArgumentParser) -> None:
     add("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
     add("--workers", type=natural, default=0, metavar="N", help="processes that cut (0: this one)")
     add("--max-bad-records", type=natural, metavar="N", help="give up past N pictures without a face (any number)")
+
+
+def _configure_from_gallery(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("store", metavar="STORE", help="the folder of plsc serve, or milvus:URI, postgres:DSN")
+    add("out", metavar="OUT", type=Path, help="a folder; its classes are named by the ids of the persons")
+    add("--collection", default="people", metavar="NAME", help="whose persons (people)")
+    text = "of plsc serve --thumbnails (STORE/thumbnails where the store is a folder)"
+    add("--thumbnails", type=Path, metavar="DIR", help=text)
+    add("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store, with --thumbnails")
+    add_outside_option(parser)
+    add("--least", type=positive, default=1, metavar="N", help="leave out persons with fewer pictures (1)")
+    add("--names", action="store_true", help="write OUT/persons.json, the names by id")
 
 
 def _convert(args: argparse.Namespace) -> dict[str, Any]:
@@ -212,6 +230,56 @@ def _pairs_text(result: dict[str, Any]) -> str:
         f"{result['out']}: {counted(result['pairs'], 'pair')}, {result['same']:,} of them the same identity, from "
         f"{counted(result['images'], 'image')} of {counted(result['identities'], 'identity')}"
     )
+
+
+def _from_gallery(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.backends import display_name, opened_store
+    from plsc.gallery.pictures import write_pictures
+
+    os.umask(0o077)  # all that is written here holds faces
+    thumbnails = _thumbnails_of(args)
+    with opened_store(args.store, args.encrypt) as store:
+        held = [info.name for info in store.collections()]
+        if args.collection not in held:
+            others = f"name one of {', '.join(held)}" if held else "it has none"
+            raise UsageError(f"{display_name(args.store)} has no collection {quoted(args.collection)}: {others}")
+        options = {"least": args.least, "names": args.names}
+        result = write_pictures(store, args.collection, thumbnails, args.out, **options)
+    show(*_picture_lines(result, args.least))
+    return result
+
+
+def _thumbnails_of(args: argparse.Namespace) -> Path:
+    """The folder of the pictures of --collection's store, after looking at OUT, which lies in neither of them."""
+    from plsc.data.convert import check_out
+    from plsc.gallery.backends import display_name, store_folder
+
+    folder = store_folder(args.store)
+    thumbnails = Path(args.thumbnails or Path(args.store) / "thumbnails")
+    if folder is None and args.thumbnails is None:
+        raise UsageError(f"{display_name(args.store)}: a server has no folder of pictures; give --thumbnails DIR")
+    if args.thumbnails is not None and not thumbnails.is_dir():
+        raise UsageError(f"--thumbnails {thumbnails}: there is no such folder")
+    if args.out.suffix == ".rec":
+        raise UsageError(f"{args.out}: name a folder, of which plsc data convert makes a .rec")
+    for place in (folder or thumbnails, thumbnails):
+        check_out(str(place), args.out, overwrite=args.overwrite)
+        if place.resolve() in args.out.resolve().parents:
+            raise UsageError(f"{args.out} lies in {place}, the service's own; name another folder")
+    return thumbnails
+
+
+def _picture_lines(result: dict[str, Any], least: int) -> list[str]:
+    sizes = ", ".join(sorted(result["sizes"])[:4]) + (", …" if len(result["sizes"]) > 4 else "")
+    lines = [f"{result['out']}: {_images_of_classes(result)}, {sizes} pixels"]
+    if result["faces_without_picture"] or result["persons_without_picture"]:
+        faces, persons = result["faces_without_picture"], result["persons_without_picture"]
+        lines.append(f"without a picture: {counted(faces, 'face')}; {counted(persons, 'person')} without any")
+    if result["persons_below_least"]:
+        lines.append(f"left out, with fewer than {least} pictures: {counted(result['persons_below_least'], 'person')}")
+    if result["smallest_side"] < USUAL_SIDE:
+        lines.append(f"some have fewer than most models' {USUAL_SIDE}x{USUAL_SIDE} pixels: training enlarges them")
+    return lines
 
 
 def _images_of_classes(result: dict[str, Any], noun: str = "image") -> str:

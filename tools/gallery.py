@@ -21,14 +21,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
-from plsc.gallery.backends import display_name, open_store, store_folder
+from plsc.gallery.backends import display_name, opened_store, store_folder
 from plsc.progress import counted, show
 from plsc.tools.entry import add_action, add_actions, add_outside_option, add_verify_option, number
 
@@ -111,21 +110,8 @@ def _configure_enrol(actions: Any) -> None:
     add("--parallel", type=parallel, default=4, metavar="N", help="people at a time (4)")
 
 
-@contextmanager
-def _opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[Store]:
-    from plsc.gallery.sqlite.folder import holds_store
-
-    spec = args.store
-    folder = store_folder(spec)
-    if not create and folder is not None and not holds_store(folder):
-        if folder.is_dir():
-            raise UsageError(f"{spec} holds no gallery: name the folder that plsc serve --store was given")
-        raise UsageError(f"there is no store {spec}")
-    store = open_store(spec, key_file=args.encrypt)
-    try:
-        yield store
-    finally:
-        store.close()
+def _opened(args: argparse.Namespace, *, create: bool = False) -> AbstractContextManager[Store]:
+    return opened_store(args.store, args.encrypt, create=create)
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:

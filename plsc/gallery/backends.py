@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,6 +74,27 @@ def open_store(
     return SqliteStore(
         spec, precision=precision, latency_ms=latency_ms, compact_within=compact_within, key_file=key_file
     )
+
+
+@contextmanager
+def opened_store(spec: str | Path, key_file: str | Path | None = None, *, create: bool = False) -> Iterator[Store]:
+    """Open a store that exists, or with ``create`` any, and close it at the end of the block.
+
+    Raises:
+        UsageError: there is no store in the folder ``spec``; or as :func:`open_store`, as all else.
+    """
+    from plsc.gallery.sqlite.folder import holds_store
+
+    folder = store_folder(spec)
+    if not create and folder is not None and not holds_store(folder):
+        if folder.is_dir():
+            raise UsageError(f"{spec} holds no gallery: name the folder that plsc serve --store was given")
+        raise UsageError(f"there is no store {spec}")
+    store = open_store(spec, key_file=key_file)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def store_folder(spec: str | Path) -> Path | None:

@@ -167,6 +167,11 @@ class ThumbnailStore:
                 return self._paths(collection, person, [face])[0].read_bytes()
         raise NotFoundError(f"there is no thumbnail of face {face} of person {person} in {collection}")
 
+    def files(self, collection: str, person: Person) -> dict[int, Path]:
+        """The files of a person's thumbnails by face, those of an earlier service too; some faces have none."""
+        paths = self._paths(collection, person.id, person.faces)
+        return {face: path for face, path in zip(person.faces, paths, strict=False) if path.is_file()}
+
     def _write(self, collection: str, person: int, faces: Sequence[int], crops: Sequence[Crop]) -> None:
         if not self.keeps:
             return

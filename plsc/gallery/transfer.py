@@ -108,7 +108,7 @@ def _exported_rows(
 ) -> Iterator[tuple[Float32, int, int, str]]:
     """Yield (vector, face, label, key) of each face; write persons.jsonl, and add the classes to ``names``."""
     with path.open("w", encoding="utf-8") as file:
-        for person in _all_persons(store, collection):
+        for person in all_persons(store, collection):
             line = {name: getattr(person, name) for name in _EXPORTED}
             file.write(json.dumps(line, allow_nan=False) + "\n")
             vectors, label = store.vectors(collection, person.id), len(names)
@@ -137,7 +137,8 @@ def _write_shards(writer: SetWriter, rows: Iterator[tuple[Float32, int, int, str
         raise DataError(f"{writer.folder}: the collection changed while it was exported; export it again")
 
 
-def _all_persons(store: Store, collection: str) -> Iterator[Person]:
+def all_persons(store: Store, collection: str) -> Iterator[Person]:
+    """Yield everybody of a collection who has not expired, by ascending id."""
     after = 0
     while page := store.persons(collection, after=after, limit=_PAGE_PERSONS):
         yield from page

@@ -53,7 +53,7 @@ SETTINGS = {
         "faces.toml faces.rec lfw.bin unseen/ photos/", replaced={"/shared/": "shared/", **QUICK_DOCTOR}
     ),
     "training.md": Setting(
-        files="faces.rec",
+        files="faces.rec gallery/",
         parsed_only=[
             f"table {action}" for action in ("remove", "check", "merge", "rename", "add")
         ],  # few steps, few names

@@ -29,6 +29,20 @@ def crops(folder: Path, first: int = 0, persons: int = PERSONS) -> None:
             picture.save(folder / f"person-{person}" / f"{number}.jpg")
 
 
+def gallery(folder: Path) -> None:
+    """Write the store of a service that kept the pictures of the faces that it enrolled."""
+    from plsc.gallery.backends import opened_store
+    from plsc.gallery.thumbnails import ThumbnailStore
+    from plsc.gallery.values import NewPerson
+
+    with opened_store(folder, create=True) as store:
+        store.create_collection("people", 4, "a model")
+        kept = ThumbnailStore(store, folder / "thumbnails", keep=True)
+        for person in range(PERSONS):
+            crops = [torch.from_numpy(render_avatar(person, n, SIDE)).permute(2, 0, 1) for n in range(PICTURES)]
+            kept.add_persons("people", [NewPerson(np.eye(4)[:PICTURES])], "a model", [crops])
+
+
 def photo(seed: int) -> Image.Image:
     """Draw a photo in which the stand-in detector finds one face, whose points are LANDMARKS."""
     pixels = np.random.default_rng(seed).integers(0, 90, (96, 96, 3), dtype=np.uint8)
@@ -165,6 +179,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "unseen/": lambda path: crops(path, first=5000),
     "people/": lambda path: crops(path, first=6000, persons=30),  # half of them judge int8
     "photos/": photos,
+    "gallery/": gallery,
     ".rec": records,
     ".csv": landmarks,
     ".bin": pairs,
