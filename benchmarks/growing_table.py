@@ -10,7 +10,9 @@ Each part adds a row to benchmarks/results/growing_table.csv; without one named,
   again too, and the rows at the end are compared with a dict of rows and dense float64 (growing_classes.py).
 - throughput: a step (forward, backward, update) of plsc.DynamicHead with --classes classes, and of one that gets
   --coming of them anew in each step, beside plsc.ShardedHead's with as many, in float32 with the same batches and in
-  turns, on 1 and 2 ranks of one thread. Between turns the new classes are removed, so that there are as many as before.
+  turns, on 1 and 2 ranks of one thread: the medians over --turns of samples/s, of their ratios to the fixed table's,
+  and of such ratios by the processor time of all ranks, which other work on the machine disturbs less. Between turns
+  the new classes are removed, so that there are as many as before.
 - memory: how much the peak of a process's resident memory grows while a table grows from 1,000 to --grown classes in
   float32, beside the bytes of the final table (weights, momentum, norms). Steps are sampled at 0.01; memory is reserved
   for twice as many classes.
@@ -42,7 +44,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import plsc
 from plsc.files import atomic_write
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import barrier
+from plsc.parallel.collectives import all_gather_object, barrier
 from plsc.parallel.launch import rank_environment
 from plsc.parallel.mesh import shutdown
 
@@ -51,13 +53,14 @@ PARTS = ("correctness", "throughput", "memory")
 COLUMNS = (
     *("part", "classes", "dim", "batch", "ranks", "steps", "kills", "steps_again", "loss_difference"),
     *("row_difference", "fixed_samples_s", "held_samples_s", "growing_samples_s", "held_ratio", "growing_ratio"),
+    *("held_cpu_ratio", "growing_cpu_ratio"),
     *("table_mib", "peak_mib", "peak_ratio", "seconds"),
 )
 LIMIT_SECONDS = 1800.0  # for a step of the correctness run, or a part on ranks
 
 
 def main() -> None:
-    options = {"classes": 100_000, "new": 320, "exact_dim": 32, "kills": 8, "batch": 256, "coming": 128, "turns": 7}
+    options = {"classes": 100_000, "new": 320, "exact_dim": 32, "kills": 8, "batch": 256, "coming": 128, "turns": 9}
     parser = script_parser(__doc__, results="growing_table", **options, grown=1_000_000, grown_dim=128)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--dims", nargs="+", type=int, default=[128, 512], help="of throughput's tables (128 512)")
@@ -253,8 +256,10 @@ def throughput(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each width and number of ranks."""
     for dim, world in itertools.product(args.dims, (1, 2)):
         begin = time.monotonic()
-        rates = figures_of("throughput", world, args, dims=dim)
-        fixed, held, growing = (np.array(rates[way]) for way in ("fixed", "held", "growing"))
+        found = figures_of("throughput", world, args, dims=dim)
+        (fixed, fixed_cpu), (held, held_cpu), (growing, growing_cpu) = (
+            np.array(found[way]).T for way in ("fixed", "held", "growing")
+        )
         yield {
             "part": "throughput",
             "begin": begin,
@@ -262,19 +267,25 @@ def throughput(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "dim": dim,
             "batch": args.batch,
             "ranks": world,
-            "fixed_samples_s": round(float(np.median(fixed)), 1),
-            "held_samples_s": round(float(np.median(held)), 1),
-            "growing_samples_s": round(float(np.median(growing)), 1),
-            "held_ratio": round(float(np.median(held / fixed)), 3),
-            "growing_ratio": round(float(np.median(growing / fixed)), 3),
+            "fixed_samples_s": median(fixed),
+            "held_samples_s": median(held),
+            "growing_samples_s": median(growing),
+            "held_ratio": median(held / fixed),
+            "growing_ratio": median(growing / fixed),
+            "held_cpu_ratio": median(fixed_cpu / held_cpu),
+            "growing_cpu_ratio": median(fixed_cpu / growing_cpu),
         }
 
 
-STEPS_OF_TURN = 5
+def median(values: np.ndarray[Any, Any]) -> float:
+    return round(float(np.median(values)), 3)
+
+
+STEPS_OF_TURN = 3
 
 
 def take_turns(args: argparse.Namespace) -> None:
-    """Be a rank: samples/s of each turn of a fixed table, and of one that holds as many classes or grows."""
+    """Be a rank: samples/s and all ranks' CPU time of each turn of a fixed table, and of one that holds or grows."""
     mesh, (dim,) = plsc.init("cpu"), args.dims
     options: dict[str, Any] = {"weight_dtype": torch.float32, "momentum_dtype": torch.float32}
     margin, generator = plsc.CosFace(s=32.0, m=0.2), np.random.default_rng(SEED)
@@ -285,27 +296,28 @@ def take_turns(args: argparse.Namespace) -> None:
     for part in np.array_split(keys, 20):
         dynamic.insert(torch.from_numpy(part), torch.from_numpy(generator.standard_normal((len(part), dim)) * 0.01))
     optimizers = {head: plsc.HeadSGD(head, lr=0.1, momentum=0.9, weight_decay=5e-4) for head in (fixed, dynamic)}
-    rates: dict[str, list[float]] = {"fixed": [], "held": [], "growing": []}
+    figures: dict[str, list[tuple[float, float]]] = {"fixed": [], "held": [], "growing": []}
     for turn in range(-1, args.turns):
         batches = [draw_batch(args, dim, mesh, generator) for _ in range(STEPS_OF_TURN)]
         new = generator.integers(2**62, 2**63, (STEPS_OF_TURN, args.coming), np.int64)
-        for way in rates:
+        for way in figures:
             head = fixed if way == "fixed" else dynamic
             labels = [of_way(way, chosen, keys, come) for (_, chosen), come in zip(batches, new, strict=True)]
             barrier(mesh)
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             for (x, _), label in zip(batches, labels, strict=True):
                 own = torch.from_numpy(np.array_split(label, mesh.world_size)[mesh.rank])
                 head(x.requires_grad_(), own).backward()
                 optimizers[head].step()
             barrier(mesh)
             rate = STEPS_OF_TURN * args.batch / (time.perf_counter() - begin)
-            rates[way] += [rate] if turn >= 0 else []
+            all_cpu = sum(all_gather_object(time.process_time() - cpu, mesh))
+            figures[way] += [(rate, all_cpu)] if turn >= 0 else []
             if way == "growing":
                 assert dynamic.num_classes == args.classes + new.size
                 dynamic.remove(torch.from_numpy(new.flatten()))
     if mesh.is_main:
-        tell(args.folder, rates)
+        tell(args.folder, figures)
     shutdown()
 
 
