@@ -302,7 +302,8 @@ def _checked(
     largest = max(float(embeddings.abs().max()) for _, embeddings in expected)
     limit = tolerance * largest
     if error > limit or math.isinf(error):
-        raise DataError(f"{path} was not written: its embeddings are off by {error:.2g} (tolerance {limit:.2g})")
+        mend = "; a larger --tolerance admits them" if tolerance and math.isfinite(error) else ""
+        raise DataError(f"{path} was not written: its embeddings are off by {error:.2g} (tolerance {limit:.2g}){mend}")
     stated = tolerance if math.isfinite(tolerance) else None  # JSON has no infinities
     return {"max_abs_error": error, "max_abs_value": largest, "tolerance": stated}
 
