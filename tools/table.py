@@ -117,7 +117,7 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     NamedTable(paths[-1], args.table).check_names(names)  # before anything changes; older ones may lack some
     for path in paths:
         table = NamedTable(path, args.table)
-        gone = [name for name in names if name in table.names]
+        gone = [name for name in names if name in table.known_names]
         if gone:
             table.remove(gone)
             table.save()

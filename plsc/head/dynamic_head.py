@@ -457,7 +457,10 @@ class DynamicHead(ShardedHead):
 
     def key_state(self) -> dict[str, Tensor]:
         """The keys for a checkpoint, as tensors that are the same on every rank; rows are in ``sharded_state()``."""
-        return self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
+        state = self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
+        if self.expire_after is None:  # nobody takes note of what batches have: a later run counts from its beginning
+            state["seen"].fill_(-1)
+        return state
 
     def load_key_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().

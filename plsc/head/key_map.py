@@ -34,7 +34,7 @@ class KeyMap:
         keys: (n,) int64, sorted.
         shards: (n,) int32, of each.
         classes: (n,) int64, the number in its shard.
-        seen: (n,) int64, the training batch that had it last.
+        seen: (n,) int64, the training batch that had it last; -1 where nobody took note.
         waiting: samples so far of keys that are not admitted yet.
         names: of keys, whether they have a row or not.
     """
@@ -59,8 +59,8 @@ class KeyMap:
         known = self.keys[place] == keys
         return np.where(known, self.shards[place], -1), np.where(known, self.classes[place], -1)
 
-    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, batch: int = 0) -> None:
-        """Enter ``keys`` (m,), none of which is there, as of training batch ``batch``."""
+    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, batch: int = -1) -> None:
+        """Enter ``keys`` (m,), none of which is there, as seen in training batch ``batch``."""
         order = np.argsort(keys)
         places = np.searchsorted(self.keys, keys[order])
         self.keys = np.insert(self.keys, places, keys[order])
@@ -80,8 +80,8 @@ class KeyMap:
         return distinct[[self.waiting[key] >= sightings for key in distinct.tolist()]]
 
     def see(self, keys: Keys, batch: int) -> None:
-        """Record that training batch ``batch`` had ``keys``."""
-        self.seen[np.isin(self.keys, keys)] = batch
+        """Record that training batch ``batch`` had ``keys``, and those of which nobody took note before."""
+        self.seen[np.isin(self.keys, keys) | (self.seen < 0)] = batch
 
     def discard(self, keys: Keys) -> None:
         """Forget ``keys`` and their names."""
@@ -89,6 +89,7 @@ class KeyMap:
         self.keys, self.shards = self.keys[stays], self.shards[stays]
         self.classes, self.seen = self.classes[stays], self.seen[stays]
         for key in keys.tolist():
+            self.waiting.pop(key, None)
             name = self.names.pop(key, None)
             if name is not None:
                 del self._keys_of_names[name]
@@ -98,11 +99,6 @@ class KeyMap:
         shards, classes = self.find(np.array([old]))
         self.discard(np.array([old]))
         self.add(np.array([new]), shards, classes)
-
-    def keys_at(self, shard: int, classes: Keys) -> Keys:
-        """Return the keys of some of a shard's classes."""
-        found: Keys = self.keys[(self.shards == shard) & np.isin(self.classes, classes)]
-        return found
 
     def moved(self, shard: int, sources: Keys, targets: Keys) -> None:
         """Record that a shard's classes ``sources`` (sorted) have become ``targets``."""

@@ -195,6 +195,8 @@ def load_tables(stored: StoredCheckpoint, prefix: str, targets: Mapping[str, Ten
     """
     direct: dict[str, TensorShard] = {}
     for name, target in _tables(targets).items():
+        if not target.shape[0]:  # no class has come yet, and checkpoints hold no empty tensors
+            continue
         scale, scale_key = targets.get(scale_name(name)), prefix + scale_name(name)
         if _begins_at_zero(stored, prefix, name):
             continue
@@ -218,6 +220,8 @@ def described_changes(stored: StoredCheckpoint, prefix: str, targets: Mapping[st
     """Name the tables that are kept in other types than they are stored in, and what that does to them."""
     lines = []
     for name, target in _tables(targets).items():
+        if not target.shape[0]:
+            continue
         if _begins_at_zero(stored, prefix, name):
             lines.append(f"{prefix}{name} begins at zero: the checkpoint holds none")
             continue

@@ -5,7 +5,7 @@ that was read: it is never half of either. Rows stay dense, so that nothing of a
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,15 @@ class NamedTable:
         self._keys_prefix = f"keys.{prefix}"
         names = [f"head.{prefix}weight", *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
         state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
-        if "name_bytes" not in state or names[0] not in self._tensors:
+        if "name_bytes" not in state:
             raise UsageError(
                 f"{path} holds no table {table} whose classes have names: they are numbers of the data, which cannot "
                 "change, unless a run has head.max_classes"
             )
         self.key_map = KeyMap()
         self.key_map.load_state(state, [0])
-        self._rows = {name: self._tensors[name] for name in names}
+        # checkpoints hold no empty tensors
+        self._rows = {name: self._tensors[name] for name in names if name in self._tensors}
         count = int(self.key_map.classes.max()) + 1 if len(self.key_map) else 0
         self._centers = int(self._head["centers"])
         for name, rows in self._rows.items():
@@ -83,16 +84,16 @@ class NamedTable:
         return len(np.unique(self.key_map.classes))
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raise UsageError for a name that is none of the table."""
-        self._keys_of(names)
+        """Raise UsageError for a name that the table does not know, with a row or without."""
+        self._known_keys(names)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the classes of ``names``; one that other names share stays theirs.
+        """Remove the classes of ``names``; one that other names share stays theirs. Names without a row go too.
 
         Raises:
-            UsageError: a name is none of the table.
+            UsageError: the table does not know a name.
         """
-        self._drop(self._keys_of(names))
+        self._drop(self._known_keys(names))
 
     def merge(self, names: Sequence[str], into: str) -> None:
         """Let ``names`` be of the class ``into``; see :meth:`plsc.DynamicHead.merge`.
@@ -134,6 +135,9 @@ class NamedTable:
         Raises:
             UsageError: the tables do not fit, a name is none of ``source``, or is one here.
         """
+        for table in (self, source):
+            if not table.num_classes:
+                raise UsageError(f"{table.path} has no class with a row yet; train it further first")
         mine, theirs = self._by_class(next(iter(self._rows))), source._by_class(next(iter(source._rows)))
         if mine.shape[1:] != theirs.shape[1:]:
             shapes = " and ".join("x".join(map(str, rows.shape[1:])) for rows in (theirs, mine))
@@ -180,8 +184,18 @@ class NamedTable:
         kept = torch.from_numpy(np.repeat(stays, self._centers))
         self._rows = {name: rows[kept] for name, rows in self._rows.items()}
 
-    def _keys_of(self, names: Iterable[str]) -> Keys:
-        known = {self.key_map.names.get(key, str(key)): key for key in self.key_map.keys.tolist()}
+    @property
+    def known_names(self) -> set[str]:
+        """Of the classes that have a row, and of those that the data had and no batch has met."""
+        return {*self.names, *self.key_map.names.values()}
+
+    def _known_keys(self, names: Iterable[str]) -> Keys:
+        return self._keys_of(names, {name: key for key, name in self.key_map.names.items()})
+
+    def _keys_of(self, names: Iterable[str], others: Mapping[str, int] | None = None) -> Keys:
+        """The keys of names that have a row, or are among ``others``."""
+        rows = {self.key_map.names.get(key, str(key)): key for key in self.key_map.keys.tolist()}
+        known = {**(others or {}), **rows}
         listed = list(dict.fromkeys(names))
         for name in listed:
             if name not in known:

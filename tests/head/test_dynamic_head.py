@@ -467,3 +467,22 @@ def comes_and_goes(mesh):
         assert loss.isfinite()
         said.append((head.key_map.keys.tolist(), loss.item() if not head.num_classes else None))
     return said
+
+
+def test_a_class_that_nobody_watched_expires_no_earlier_than_others():
+    before = plsc.DynamicHead(DIM, 20, margin=ARC, **HIGH)
+    optimizer, (x, _) = plsc.HeadSGD(before, lr=LR), batch(0)
+    for _ in range(5):
+        train_step(before, optimizer, x[:3], torch.tensor([1, 2, 3]))
+    head = plsc.DynamicHead(DIM, 20, margin=ARC, expire_after=2, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    head.load_key_state(before.key_state())
+    head.set_extra_state(before.get_extra_state())
+    head.weight.data.copy_(before.weight)
+    held = []
+    for step in range(4):
+        train_step(head, optimizer, x[:2], torch.tensor([1, 2]))
+        if step == 0:
+            head.rename(2, 4)  # batches bring 2 again, as a new class
+        held.append(head.key_map.keys.tolist())
+    assert held == [[1, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4]]

@@ -127,6 +127,18 @@ def test_a_removed_class_is_in_no_file_and_the_run_goes_on(
     assert last.keys() == after.keys()
 
 
+def test_a_name_that_no_batch_has_met_is_removed_too(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(1, run, tmp_path, {**DYNAMIC, "steps": 1, "head.admit_after": 50, "checkpoint.every_steps": 1})
+    assert main(["table", "check", str(tmp_path), "avatar-3"]) == 1
+    assert main(["table", "remove", str(tmp_path), "avatar-3"]) == 0
+    assert main(["table", "check", str(tmp_path), "avatar-3"]) == 0
+    assert main(["table", "check", str(tmp_path), "avatar-4"]) == 1
+    with pytest.raises(UsageError, match="has no class with a row yet"):
+        NamedTable(find_checkpoints(tmp_path)[-1]).add(NamedTable(find_checkpoints(tmp_path)[-1]))
+    (result,) = ranks(1, run, tmp_path, {**DYNAMIC, "steps": 2, "head.admit_after": 1}, "auto")
+    assert result["steps"] == 2
+
+
 def test_classes_are_merged_renamed_and_added_by_name(copied: Path, whole: Path, ranks: Ranks, tmp_path: Path) -> None:
     (before,) = ranks(1, rows_by_name, copied, 13)
     (tmp_path / "names.txt").write_text("avatar-1\navatar-2\n")
