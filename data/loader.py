@@ -53,6 +53,7 @@ class TrainLoader:
         cache: of decoded images, kept over the epochs; or what :func:`plsc.data.image_cache.open_cache` opens by.
         max_bad_records: number of distinct unreadable images after which loading fails. Each is reported by key, once,
             and the next readable image of the data set takes its place: every rank knows the size of any rank's batch.
+        counts_own: let ``sizes`` be of this rank alone, which steps by itself.
         pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
 
     Attributes:
@@ -78,11 +79,12 @@ class TrainLoader:
         cache: ImageCache | str | None = "auto",
         max_bad_records: int = 100,
         pin_memory: bool = False,
+        counts_own: bool = False,
     ) -> None:
         _check(dataset, batch_size, rank, world_size, seed, workers)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
-        self._pin_memory = pin_memory
+        self._pin_memory, self._counts_own = pin_memory, counts_own
         self.epoch = self._consumed = self._yielded = 0
         self._ranges: list[StepRange] = []
         self._order: NDArray[np.unsignedinteger] = np.empty(0, np.uint32)  # of the epoch
@@ -131,13 +133,17 @@ class TrainLoader:
     @property
     def sizes(self) -> list[int]:
         """Every rank's number of samples in the batch that was yielded last."""
-        return self._ranges[self._yielded - 1].sizes(self.world_size)
+        return self._sizes_of(self._ranges[self._yielded - 1])
 
     @property
     def next_sizes(self) -> list[int] | None:
         """Those of the next batch; None at an epoch's end."""
         upcoming = self._ranges[self._yielded : self._yielded + 1]
-        return upcoming[0].sizes(self.world_size) if upcoming else None
+        return self._sizes_of(upcoming[0]) if upcoming else None
+
+    def _sizes_of(self, step: "StepRange") -> list[int]:
+        sizes = step.sizes(self.world_size)
+        return [sizes[self.rank]] if self._counts_own else sizes
 
     @property
     def parts(self) -> list["PartOfBatch"]:

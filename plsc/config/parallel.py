@@ -54,7 +54,8 @@ class ParallelConfig:
             its own gradients, and all average their weights every averaging_period steps; post_local_sgd begins with
             that at averaging_start_step; hierarchical averages more often within groups of ranks; diloco takes an outer
             step by what the ranks have changed. The class head stays exact at every step.
-        averaging_period: Steps from one average over all ranks to the next; diloco is published with 500.
+        averaging_period: Steps from one average over all ranks to the next; diloco is published with 500. With
+            asynchronous = half, the steps of a round.
         averaging_start_step: post_local_sgd: steps of the run before it, in which gradients are averaged.
         averaging_group_ranks: Consecutive ranks (those of a machine, say) that average their gradients with each other
             at every step, whatever averaging; a divisor of all ranks; 1: none do.
@@ -65,6 +66,13 @@ class ParallelConfig:
             group's samples, are averaged; 1: gradients are summed over the groups at every step, and the tables stay
             equal.
         outer_momentum: diloco: momentum of the outer optimizer.
+        asynchronous: Steps without collectives: each rank holds the whole backbone and class table (head_ranks = 1, in
+            host memory), steps by its own samples, and sends the others what it has changed: full, after every step, in
+            the background; half, once for each round of averaging_period steps, and waits until that is sent; none:
+            ranks step together.
+        staleness: asynchronous: the most steps of any other rank that a step may miss: no rank begins step t before it
+            has what all others changed in their steps before t − staleness, and waits for them else. 0: ranks step
+            together, as with none.
         timeout_seconds: Seconds in which no rank makes progress, after which the run ends and names the ranks that the
             others wait for, with what they are at; after 30 s, or half of it, train.log names them already. Evaluations
             and checkpoints have no limit.
@@ -93,12 +101,15 @@ class ParallelConfig:
     outer_lr: float = key(0.7, above=0)
     head_averaging_period: int = key(1, least=1)
     outer_momentum: float = key(0.9, least=0, below=1)
+    asynchronous: str = key("none", choices=("none", "full", "half"))
+    staleness: int = key(8, least=0)
     timeout_seconds: float = key(600.0, above=0)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
         yield from _of_the_hook(run)
         yield from _of_averaging(run)
+        yield from _of_asynchronous(run)
         yield from _of_communicators(run)
         if (self.head_averaging_period > 1 or run.head.staleness) and run.head_ranks == 0:
             yield (
@@ -115,6 +126,11 @@ class ParallelConfig:
         from plsc.parallel.gradient_compression import HOOKS
 
         return HOOKS[self.comm_hook].delays_gradients
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks, where there are several, step by themselves."""
+        return self.asynchronous != "none" and self.staleness > 0
 
     @property
     def cuts_weights(self) -> bool:
@@ -192,6 +208,49 @@ def _of_averaging(run: "Config") -> Iterator[str]:
             f"parallel.averaging_period = {parallel.averaging_period} is no multiple of averaging_group_period = "
             f"{parallel.averaging_group_period}; give one"
         )
+
+
+def _of_asynchronous(run: "Config") -> Iterator[str]:
+    parallel = run.parallel
+    if not parallel.is_asynchronous:
+        return
+    cause = f'parallel.asynchronous = "{parallel.asynchronous}"'
+    if run.head_ranks != 1 or run.head.placement == "device":
+        yield (
+            f"{cause} lets each rank step by a class table of its own, in host memory; give head_ranks = 1, and "
+            'head.placement = "host" or "mmap:FILE"'
+        )
+    if parallel.asynchronous == "half" and parallel.staleness < parallel.averaging_period - 1:
+        yield (
+            f"{cause} sends what parallel.averaging_period = {parallel.averaging_period} steps have changed at once, "
+            f"and parallel.staleness = {parallel.staleness} would wait for a part of them; give "
+            f"{parallel.averaging_period - 1} or more, or a shorter period"
+        )
+    together = {
+        f'parallel.strategy = "{parallel.strategy}"': parallel.strategy != "ddp",
+        "parallel.tp": parallel.tp > 1,
+        "parallel.pp": parallel.pp > 1,
+        "parallel.comm_hook": parallel.comm_hook != "none",
+        "parallel.communicators": parallel.communicators > 1,
+        "parallel.bucket_mb": parallel.bucket_mb is not None,
+        "parallel.averaging": parallel.averaging != "none",
+        "parallel.head_averaging_period": parallel.head_averaging_period > 1,
+        "head.staleness": run.head.staleness > 0,
+        "sync_batchnorm": run.sync_batchnorm,
+        "checkpoint.every_minutes": run.checkpoint.every_minutes > 0,
+    }
+    for name in (name for name, is_set in together.items() if is_set):
+        yield f"{cause} leaves ranks no step that they take together, which {name} is for; leave one of them out"
+    alone = {
+        "head.journal": run.head.journal,
+        "head.max_classes": run.head.max_classes is not None,
+        "[[table]]": len(run.table) > 0,
+        "optim.state_dtype": run.optim.state_dtype != "float32",
+    }
+    for name in (name for name, is_set in alone.items() if is_set):
+        yield f"{cause} is not made for {name}; leave one of them out"
+    if run.precision == "fp16":
+        yield f'{cause} would give each rank a loss scale of its own; give precision = "bf16"'
 
 
 def _of_the_strategy(run: "Config") -> Iterator[str]:

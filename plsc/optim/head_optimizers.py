@@ -18,9 +18,11 @@ from plsc.head.backends.torch_backend import squared_norm
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.replicas import Averages
 from plsc.head.sharded_head import ShardedHead
+from plsc.head.table_changes import TableChanges
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
+from plsc.parallel.mesh import Mesh
 from plsc.parallel.tensor_shard import TensorShard
 
 
@@ -139,6 +141,12 @@ class HeadOptimizer(torch.optim.Optimizer):
         The period begins anew. Every rank calls; does nothing for other tables.
         """
         self._softmax.exchange.finish(self._averages())
+
+    def share_changes(self, replicas: Mesh) -> TableChanges:
+        """Record from now on what steps change, for ``replicas``, which hold the same table and step by themselves."""
+        changes = TableChanges(self._table, replicas, self._averages)
+        self._updater = changes.recording(self._updater)
+        return changes
 
     def _averages(self) -> Averages:
         return Averages(self._state, self.rounding, self.head.seed, self._number)

@@ -208,6 +208,23 @@ def await_farewell(mesh: Mesh, limit: timedelta) -> None:
     work.wait(limit)
 
 
+def send_all(tensors: list[Tensor], mesh: Mesh) -> None:
+    """Send tensors in host memory, one after the other, to every other rank; returns when all have been sent.
+
+    For a thread of its own, with :func:`receive` on the others, on a mesh of :func:`plsc.parallel.mesh.host_mesh`.
+    """
+    others = [rank for rank in range(mesh.world_size) if rank != mesh.rank]
+    for work in [dist.isend(tensor, group=mesh.group, group_dst=rank) for tensor in tensors for rank in others]:
+        assert work is not None
+        work.wait()
+
+
+def receive(tensor: Tensor, mesh: Mesh, source: int) -> Tensor:
+    """Fill ``tensor``, in host memory, with the next that ``source`` sends; a RuntimeError where that rank ends."""
+    dist.recv(tensor, group=mesh.group, group_src=source)
+    return tensor
+
+
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     if tensor.shape[0] == rows:
         return tensor

@@ -182,6 +182,16 @@ def submesh(mesh: Mesh, parts: list[range]) -> Mesh:
     return own
 
 
+def host_mesh(mesh: Mesh) -> Mesh:
+    """Return the ranks of ``mesh`` on CPUs, in a group of gloo's of their own; every rank calls.
+
+    For what a thread exchanges beside the collectives of the main thread, whose order would not be that of all ranks.
+    """
+    agree_on_group_names(mesh)
+    group = _new_host_group(dist.get_process_group_ranks(mesh.group))
+    return Mesh(mesh.rank, mesh.world_size, mesh.local_rank, torch.device("cpu"), group)
+
+
 def _new_host_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
     """A group of gloo's for these ranks of the world, or all; None on a rank that is no member. Every rank calls."""
     group = dist.new_group(ranks, timeout=HOST_TIMEOUT, backend="gloo")

@@ -86,8 +86,8 @@ class ModelAveraging(GradientExchange):
             mesh = self._group
         else:
             return
-        share = _flat(self._trained).div_(mesh.world_size)  # in one dtype and piece, whatever their memory formats
-        _write_flat(all_reduce_sum(share, mesh), self._trained)
+        share = flat(self._trained).div_(mesh.world_size)  # in one dtype and piece, whatever their memory formats
+        write_flat(all_reduce_sum(share, mesh), self._trained)
 
     def _is_due(self, done: int) -> bool:
         """Return whether all ranks average after so many steps of the run."""
@@ -119,7 +119,7 @@ class ModelAveraging(GradientExchange):
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Set dense tensors of one dtype to their averages over all ranks."""
         targets = list(tensors)
-        _write_flat(all_reduce_sum(_flat(targets), self._mesh).div_(self._mesh.world_size), targets)
+        write_flat(all_reduce_sum(flat(targets), self._mesh).div_(self._mesh.world_size), targets)
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -244,10 +244,10 @@ def check_group_ranks(group_ranks: int, world_size: int) -> None:
         )
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
+def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([in_memory_order(tensor.detach()) for tensor in tensors])
 
 
-def _write_flat(flat: Tensor, tensors: Iterable[Tensor]) -> None:
+def write_flat(flat: Tensor, tensors: Iterable[Tensor]) -> None:
     targets = [in_memory_order(tensor.detach()) for tensor in tensors]
     torch._foreach_copy_(targets, flat.split([target.numel() for target in targets]))

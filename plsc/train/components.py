@@ -35,6 +35,7 @@ from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange
 from plsc.parallel.model_averaging import model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
+from plsc.train.asynchronous import AsynchronousChanges
 from plsc.train.float8 import convert_to_float8
 from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
@@ -104,6 +105,12 @@ class TrainComponents:
     scaler: GradScaler
     frozen_by_stage: list[FrozenNames]  # of the run before its first stage, and of each stage
     frozen: FrozenParts
+
+    @property
+    def voters(self) -> Mesh:
+        """The ranks that agree on whether a step goes through: all, or this one where each steps by itself."""
+        alone = self.strategy.head_mesh if self.strategy.steps_alone else None
+        return self.mesh if alone is None else alone
 
     @property
     def head_optimizers(self) -> list[HeadOptimizer]:
@@ -195,6 +202,8 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     tables = raise_on_all_ranks(mesh, lambda: make_tables(config, dataset, strategy, exact=exact))
+    if isinstance(exchange, AsynchronousChanges):
+        exchange.take_table(tables[0].optimizer)
     return TrainComponents(
         config,
         mesh,
@@ -241,6 +250,8 @@ def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoad
     parallel = config.parallel
     warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader.steps_per_epoch))
     options = exchange_options(config, warmup_steps)
+    if parallel.is_asynchronous and mesh.world_size > 1:
+        return AsynchronousChanges(mesh, backbone, options)
     if parallel.averaging != "none":
         return model_averaging(parallel.averaging, backbone, mesh, options)
     return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
@@ -296,6 +307,7 @@ def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> Tr
         max_bad_records=data.max_bad_records,
         cache=open_cache(data.cache, dataset, partial(all_gather_object, mesh=strategy.mesh)),
         pin_memory=strategy.mesh.device.type == "cuda",
+        counts_own=strategy.steps_alone,
     )
 
 

@@ -107,10 +107,10 @@ class EfficiencyMeter:
 
     def __init__(self, components: TrainComponents, timeline: StepTimeline) -> None:
         self._components, self._timeline = components, timeline
-        self._mesh = components.mesh
+        self._mesh = components.voters
         self._backbone: BackboneFlops | None = None
         self._peak, self._peak_precision = 0.0, ""
-        if self._mesh.is_main:
+        if components.mesh.is_main:
             self._backbone = backbone_flops(
                 components.strategy.template, components.config.data.preprocessing.image_size
             )

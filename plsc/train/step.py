@@ -183,6 +183,7 @@ class Stepper:
         self.statistics.remember()
         self._seed(number)
         components.exchange.begin(number)
+        stop = components.exchange.agreed_stop(stop)
         losses = self._backward(group)
         with step_part(OPTIMIZER):
             verdict = self._update(losses, margin_states, stop)
@@ -335,7 +336,7 @@ class Stepper:
         for head in self.components.head_optimizers:
             bad = bad | (head.not_finite() != 0)
         ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
-        mesh = self.components.mesh
+        mesh = self.components.voters
         agreed = all_reduce_max(ballot, mesh)
         told = [agreed, torch.stack([loss, norm.to(loss)]), *([losses] if len(losses) > 1 else [])]
         return Verdict(torch.cat(told), mesh.timeout)

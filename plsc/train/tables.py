@@ -109,6 +109,9 @@ def make_tables(config: Config, dataset: ImageDataset, strategy: Strategy, *, ex
 
 def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: bool) -> ShardedHead:
     """This rank's side of the class head."""
+    if strategy.steps_alone and config.head.placement.startswith("mmap:"):  # ranks share the file's folder
+        own = f"{config.head.placement}.of-rank{strategy.mesh.rank}"
+        config = dataclasses.replace(config, head=dataclasses.replace(config.head, placement=own))
     if strategy.head_mesh is not None:
         return make_head(config, num_classes, strategy.head_mesh, exact=exact)
     alone = Mesh(0, 1, strategy.mesh.local_rank, strategy.mesh.device)
@@ -145,12 +148,16 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
 
 
 def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
-    """The peak learning rates of backbone and head at the global batch that so many ranks with own images make."""
+    """The peak learning rates of backbone and head at the global batch that so many ranks with own images make.
+
+    Where each of them steps by itself, its step is its share of theirs, as its gradient is of their mean.
+    """
     optim = config.optim
     batch = config.data.batch_size * data_ranks * optim.accumulate
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling, optim.base_batch)
     head_lr = lr if optim.head_lr is None else scaled_lr(optim.head_lr, batch, optim.lr_scaling, optim.base_batch)
-    return lr, head_lr
+    steppers = data_ranks if config.parallel.is_asynchronous else 1
+    return lr / steppers, head_lr / steppers
 
 
 def make_head_optimizer(config: Config, head: ShardedHead, data_ranks: int) -> HeadOptimizer:

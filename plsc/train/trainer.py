@@ -104,6 +104,7 @@ def train(
             trainer.report.log(f"ended: {error}")
             raise
         finally:
+            trainer.components.exchange.close()
             trainer.profiler.close()
             trainer.checkpointer.close()
             trainer.metrics.close()
@@ -171,7 +172,7 @@ class Trainer:
         self.checkpointer = AsyncCheckpointer(
             self.checkpoints,
             self.report.line,
-            background=self.config.checkpoint.async_save,
+            background=self.config.checkpoint.async_save and not components.strategy.steps_alone,
             every_minutes=self.config.checkpoint.every_minutes,
         )
         self.profiler = StepProfiler(
@@ -345,6 +346,7 @@ class Trainer:
             "head_mean_norm": self.components.tables[0].head.mean_norm(),
             "loss_scale": self.components.scaler.get_scale(),
             "skipped_steps": self.position.skipped,
+            **self.components.exchange.figures(),
             **self._of_tables(result),
             **self.efficiency.line(images_per_second),
         }

@@ -107,6 +107,7 @@ class Strategy:
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
         micro_batches: in which a batch comes to the head.
         has_own_passes: an engine takes micro-batches forward and back, so that no pass can be left out.
+        steps_alone: no collective is in a step: this rank computes losses by a class table of its own.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
         template: the backbone as it was made, without its weights, on the meta device.
         backbone, net: the backbone, and what is called.
@@ -118,6 +119,7 @@ class Strategy:
     micro_batches = 1
     has_own_passes = False
     prefetches = True
+    steps_alone = False
 
     def __init__(self, layout: Layout) -> None:
         self.mesh, self.peers = layout.stage, layout.peers

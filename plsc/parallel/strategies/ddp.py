@@ -43,6 +43,9 @@ class ExchangeOptions:
         averaging_group_period: hierarchical: steps from one average within such a group to the next; 1: gradients are
             averaged there at every step, as they are in the groups of the other ways.
         outer_lr, outer_momentum: diloco: of the outer optimizer.
+        asynchronous: "full" or "half": ranks step by themselves and send each other what they have changed, at every
+            step, or of ``averaging_period`` steps together; "none".
+        staleness: asynchronous: steps of other ranks that a step may miss.
     """
 
     communicators: int = 1
@@ -58,6 +61,8 @@ class ExchangeOptions:
     averaging_group_period: int = 1
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    asynchronous: str = "none"
+    staleness: int = 0
 
 
 class GradientExchange:
@@ -112,6 +117,10 @@ class GradientExchange:
     def begin(self, step: int) -> None:
         """Begin the optimizer step of this number, counted from 0."""
 
+    def agreed_stop(self, stop: int) -> int:
+        """Return the signal that is to be voted on in this step, where ``stop`` is the one that this rank received."""
+        return stop
+
     def settle(self, skip: Tensor) -> None:
         """Keep what this step's exchange changed on the rank, or forget it where ``skip``, a scalar, is not 0."""
 
@@ -132,6 +141,13 @@ class GradientExchange:
     def state(self) -> dict[str, Tensor]:
         """This rank's tensors that the next steps build on, by name."""
         return {}
+
+    def figures(self) -> dict[str, float]:
+        """Return what a line of metrics says of the exchange since the last one."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs beside training, whether the run ends well or not."""
 
     def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
         """Take over ``tensors`` of :meth:`state`, and from a restored ``optimizer`` what :meth:`take_momentum` says."""
