@@ -14,6 +14,7 @@ DGC, LOCAL = {"parallel.comm_hook": "dgc"}, {"parallel.averaging": "local_sgd"}
 GROUPS = {"parallel.averaging": "hierarchical", "parallel.averaging_group_ranks": 2}
 CLIPPED = {"optim.clip_norm": 1.0, "optim.clip_head": True}
 TABLES = {"head_ranks": 1, "head.placement": "host", "parallel.head_averaging_period": 3}
+ASYNC = {"head_ranks": 1, "head.placement": "host", "parallel.asynchronous": "full"}
 EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
 FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
 JOURNAL = {"head.placement": "mmap:table", "head.journal": True, "eval.sets": ("avatars:4x2",)}
@@ -79,6 +80,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**TABLES, "head.staleness": 1, "head.placement": "device"}, 'give head.placement="host"'),
     ({**TABLES, **CLIPPED}, "optim.clip_head"),
     ({**TABLES, "parallel.head_averaging_period": 0}, "head_averaging_period"),
+    # steps without collectives
+    ({**ASYNC, "parallel.asynchronous": "geo"}, "asynchronous"),
+    ({**ASYNC, "head_ranks": 0}, "give head_ranks = 1"),
+    ({**ASYNC, "head.placement": "device"}, 'head.placement = "host"'),
+    ({**ASYNC, "parallel.asynchronous": "half", "parallel.staleness": 6}, "give 7 or more, or a shorter period"),
+    ({**ASYNC, **FSDP}, 'which parallel.strategy = "fsdp" is for'),
+    ({**ASYNC, "parallel.comm_hook": "bf16"}, "which parallel.comm_hook is for"),
+    ({**ASYNC, **LOCAL}, "which parallel.averaging is for"),
+    ({**ASYNC, "parallel.head_averaging_period": 2}, "which parallel.head_averaging_period is for"),
+    ({**ASYNC, "sync_batchnorm": True}, "which sync_batchnorm is for"),
+    ({**ASYNC, "checkpoint.every_minutes": 5.0}, "which checkpoint.every_minutes is for"),
+    ({**ASYNC, "head.max_classes": 9}, "is not made for head.max_classes"),
+    ({**ASYNC, **EIGHT_BITS}, "is not made for optim.state_dtype"),
+    ({**ASYNC, "precision": "fp16"}, "a loss scale of its own"),
     # storage of the table, and of moments
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
     ({"head.margin": "mlcd", "head.negative_filter": 0.5}, "leave head.negative_filter out"),

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from reference import Oracle, relative_error
-from support.tiny_runs import Killable, assert_same_files, each_step, losses, run, stored
+from support.tiny_runs import assert_same_files, each_step, losses, run, stored
 from torch import Tensor, nn
 
 import plsc
@@ -336,11 +336,3 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(way: str, tmp_path: 
     assert others == [first, first]
     ranks(3, run, tmp_path, changes, "auto", head_ranks=1)
     assert max(losses(tmp_path)) == 16
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
-    ranks = Killable(2, tmp_path, {**CHANGES, "steps": 100000, "head_ranks": 1, "checkpoint.every_steps": 0})
-    ranks.wait_for_step(5)
-    ranks.kill([1])
-    assert ranks.wait() == [70, -9]  # gloo's error, which plsc train makes a line of

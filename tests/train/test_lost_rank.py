@@ -142,6 +142,17 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.*step \d+': the others wait", line)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["full", "half"])
+def test_ranks_that_step_by_themselves_name_it_too(way: str, tmp_path: Path) -> None:
+    alone = ["--head_ranks", "1", "--head.placement", "host", "--parallel.asynchronous", way]
+    with started(3, tmp_path, "working", *alone, "--checkpoint.every_steps", "0") as ranks:
+        ranks[1].send_signal(signal.SIGKILL)
+        (line,) = errors_of(ranks, [0, 2])
+        assert [process.wait() for process in ranks] == [1, -signal.SIGKILL, 1]
+    assert "lost touch with rank 1; --resume auto goes on from the last checkpoint" in line
+
+
 class Stalled:
     """An event that a device never comes to."""
 
