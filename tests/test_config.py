@@ -98,6 +98,8 @@ def groups_of(entry: Key) -> dict[str, str]:
         return {"head.placement": "mmap:table"}
     if entry.name in ("head.admit_after", "head.expire_after"):
         return {"head.max_classes": "9"}
+    if entry.name == "parallel.asynchronous":
+        return {"head_ranks": "1", "head.placement": "host"}
     needs_groups = entry.name in ("head.staleness", "parallel.head_averaging_period")
     groups = {"head_ranks": "1", "head.placement": "host", "parallel.head_averaging_period": "9"}
     return groups if needs_groups else {}
@@ -325,7 +327,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 def test_every_meaning_is_a_sentence_and_names_the_default_of_an_unset_key(entry: Key) -> None:
     start, _, rest = entry.doc.partition(": ")
     names = {*config.margin_keys(), *BACKBONE_OPTIMIZERS, "polynomial", "cosine", "step", "powersgd", "dgc"}
-    names |= {"every_k", "budget", "post_local_sgd", "hierarchical", "diloco", "fsdp", "hsdp"}
+    names |= {"every_k", "budget", "post_local_sgd", "hierarchical", "diloco", "asynchronous", "fsdp", "hsdp"}
     sentence = rest if set(start.split(", ")) <= names else entry.doc
     assert entry.doc.endswith(".")
     assert entry.doc.count("; unset: ") == (entry.default is None and entry.name != "steps")

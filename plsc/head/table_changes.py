@@ -91,7 +91,7 @@ class TableChanges(ReplicaAveraging):
         renew_norms(chunk.table, chunk.index)
 
     def record(self, classes: Tensor | None) -> None:
-        """See :meth:`ReplicaExchange.record`; of many sets the union is kept, as many steps may pass until it is taken."""
+        """See :meth:`ReplicaExchange.record`. Of many sets the union is kept: many steps may pass until it is taken."""
         super().record(classes)
         if len(self._changed) > _SETS:
             self._changed = [self._classes()]

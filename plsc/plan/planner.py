@@ -344,6 +344,8 @@ def _assumptions(plan: Plan) -> Iterable[str]:
     yield f"  a backbone reaches {BACKBONE_SHARE:.0%} of what its operations allow at these speeds"
     yield f"  the head's products reach {HEAD_SHARE:.0%} of the speed of large ones"
     yield "  images are there when they are needed: reading and decoding them is not planned"
+    if plan.configured.run.config.parallel.is_asynchronous:
+        yield "  ranks step together: what parallel.asynchronous sends, and keeps in host memory, is not planned"
 
 
 def _line(name: str, value: str) -> str:

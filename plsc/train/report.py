@@ -186,6 +186,7 @@ def header(
         "memory": "" if config.recompute == "none" else f"activations of {counted(blocks, 'block')} are recomputed",
         "hook": _compression(components),
         "average": _averaging(components),
+        "async": _asynchronous(components),
         "tables": _head_averaging(components),
         "length": _length(components, total_steps),
         "frozen": _frozen(components),
@@ -326,6 +327,22 @@ def _averaging(components: TrainComponents) -> str:
     return (
         f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
         f"{sent / period / 1e6:,.3f} MB per step in the place of {whole / 1e6:,.3f} MB of gradients"
+    )
+
+
+def _asynchronous(components: TrainComponents) -> str:
+    """The line about ranks that step by themselves, with what one sends to each of the others."""
+    parallel, strategy = components.config.parallel, components.strategy
+    if not strategy.steps_alone:
+        return ""
+    period = parallel.averaging_period if parallel.asynchronous == "half" else 1
+    weights = sum(weight.parameter.numel() * weight.parameter.element_size() for weight in strategy.weights)
+    head = components.tables[0].head
+    rows = 4 * head.dim * len(head.weight) * (1 - (1 - head.sample_rate) ** period)
+    sent = f"{weights / 1e6:,.3f} MB of the backbone's changes and about {rows / 1e6:,.3f} MB of the table's"
+    return (
+        f"{parallel.asynchronous}, staleness at most {parallel.staleness}: a rank sends {sent} to each other one every "
+        f"{counted(period, 'step')}, and steps by 1/{components.mesh.world_size} of the rate; metrics are the first rank's"
     )
 
 
