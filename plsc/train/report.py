@@ -341,8 +341,8 @@ def _asynchronous(components: TrainComponents) -> str:
     rows = 4 * head.dim * len(head.weight) * (1 - (1 - head.sample_rate) ** period)
     sent = f"{weights / 1e6:,.3f} MB of the backbone's changes and about {rows / 1e6:,.3f} MB of the table's"
     return (
-        f"{parallel.asynchronous}, staleness at most {parallel.staleness}: a rank sends {sent} to each other one every "
-        f"{counted(period, 'step')}, and steps by 1/{components.mesh.world_size} of the rate; metrics are the first rank's"
+        f"{parallel.asynchronous}, staleness at most {parallel.staleness}; a rank sends each other one {sent} "
+        f"every {counted(period, 'step')}; it steps by its share of the learning rate; metrics are the first rank's"
     )
 
 

@@ -26,6 +26,8 @@ Ranks = Any
 CLASSES, INPUT, DIM, BATCH, LR, MOMENTUM, DECAY = 13, 6, 5, 7, 0.05, 0.9, 5e-3
 ARCFACE = Oracle("arcface", s=16.0, parameters={"m": 0.3})
 NO = torch.zeros(())
+EXHAUSTIVE = pytest.mark.exhaustive
+WAYS = ["full", pytest.param("half", marks=EXHAUSTIVE)]
 
 
 def start() -> tuple[Tensor, Tensor]:
@@ -155,7 +157,8 @@ def reference(world: int, staleness: int, period: int, steps: int) -> tuple[list
 
 
 @pytest.mark.parametrize(
-    ("world", "way", "staleness", "period"), [(2, "full", 2, 1), (2, "half", 4, 3), (3, "full", 1, 1)]
+    ("world", "way", "staleness", "period"),
+    [(2, "full", 2, 1), (2, "half", 4, 3), pytest.param(3, "full", 1, 1, marks=EXHAUSTIVE)],
 )
 def test_ranks_add_what_others_changed_as_late_as_the_bound_lets_them(
     world: int, way: str, staleness: int, period: int, ranks: Ranks
@@ -184,15 +187,16 @@ def met(mesh: Mesh, way: str, period: int, **options: Any) -> list[list[Tensor]]
     return states
 
 
+LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8, "sample_rate": 0.4}
 KINDS = [
-    {"weight_dtype": torch.float32, "momentum_dtype": torch.float32},
-    {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8, "sample_rate": 0.4},
-    {"sample_rate": 0.4, "centers": 2, "frozen_rows": [1, 2]},
+    pytest.param({"weight_dtype": torch.float32, "momentum_dtype": torch.float32}, id="float32"),
+    pytest.param(LOW, id="bfloat16, sampled"),
+    pytest.param({"sample_rate": 0.4, "centers": 2, "frozen_rows": [1, 2]}, id="two centres, frozen", marks=EXHAUSTIVE),
 ]
 
 
-@pytest.mark.parametrize(("way", "period"), [("full", 1), ("half", 2)])
-@pytest.mark.parametrize("options", KINDS, ids=["float32", "bfloat16, sampled", "sampled, two centres, frozen"])
+@pytest.mark.parametrize(("way", "period"), [("full", 1), pytest.param("half", 2, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("options", KINDS)
 def test_replicas_are_equal_to_the_last_bit_where_they_meet(
     options: dict[str, Any], way: str, period: int, ranks: Ranks
 ) -> None:
@@ -234,7 +238,7 @@ def held_up(mesh: Mesh, staleness: int) -> tuple[int, int, float]:
     return int(store.get("seen")), taken[0], largest
 
 
-@pytest.mark.parametrize(("world", "staleness"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(("world", "staleness"), [(2, 3), pytest.param(4, 1, marks=EXHAUSTIVE)])
 def test_a_rank_waits_for_one_that_is_more_steps_behind_than_the_bound(
     world: int, staleness: int, ranks: Ranks
 ) -> None:
@@ -288,7 +292,7 @@ def test_a_run_without_staleness_is_the_synchronous_one_bit_for_bit(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["full", "half"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_learns_meets_at_its_checkpoints_and_goes_on(way: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {**CHANGES, "parallel.asynchronous": way, "parallel.averaging_period": 3, "ema_decay": 0.9}
     ranks(3, run, tmp_path, {**changes, "steps": 8}, head_ranks=1)
@@ -328,7 +332,7 @@ def stopped(mesh: Mesh, out: Path, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["full", "half"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(way: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {**CHANGES, "parallel.asynchronous": way, "parallel.averaging_period": 3}
     first, *others = ranks(3, stopped, tmp_path, changes, head_ranks=1)

@@ -143,7 +143,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["full", "half"])
+@pytest.mark.parametrize("way", ["full", pytest.param("half", marks=pytest.mark.exhaustive)])
 def test_ranks_that_step_by_themselves_name_it_too(way: str, tmp_path: Path) -> None:
     alone = ["--head_ranks", "1", "--head.placement", "host", "--parallel.asynchronous", way]
     with started(3, tmp_path, "working", *alone, "--checkpoint.every_steps", "0") as ranks:
