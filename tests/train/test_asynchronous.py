@@ -15,6 +15,7 @@ from support.tiny_runs import assert_same_files, each_step, losses, run, stored
 from torch import Tensor, nn
 
 import plsc
+from plsc.head import storage
 from plsc.parallel import Mesh
 from plsc.parallel.change_mail import ChangeMail, Changes
 from plsc.parallel.strategies.ddp import ExchangeOptions
@@ -48,12 +49,15 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 class Replica:
     """One rank's backbone and table, and their exchange; ``options`` are the head's."""
 
-    def __init__(self, mesh: Mesh, way: str, staleness: int, period: int = 1, **options: Any) -> None:
+    def __init__(
+        self, mesh: Mesh, way: str, staleness: int, period: int = 1, copied: bool = False, **options: Any
+    ) -> None:
         backbone, table = start()
         self.mesh, self.net = mesh, nn.Linear(INPUT, DIM, bias=False).double()
         alone = Mesh(0, 1, 0, mesh.device)
         kinds = {"weight_dtype": torch.float64, "momentum_dtype": torch.float64, "placement": "host", **options}
-        self.head = plsc.ShardedHead(DIM, CLASSES, alone, plsc.ArcFace(s=16.0, m=0.3), chunk_classes=4, **kinds)
+        with mock.patch.object(storage, "is_staged", return_value=copied):  # as rows are for a GPU
+            self.head = plsc.ShardedHead(DIM, CLASSES, alone, plsc.ArcFace(s=16.0, m=0.3), chunk_classes=4, **kinds)
         with torch.no_grad():
             self.net.weight.copy_(backbone)
             self.head.weight.copy_(table.repeat_interleave(self.head.centers, 0))
@@ -68,7 +72,9 @@ class Replica:
         self.exchange.begin(number)
         obeyed = self.exchange.agreed_stop(stop)
         x, y = batch(self.mesh.rank, number)
-        self.head(self.net(x), y).backward()
+        loss = self.head(self.net(x), y)
+        self.head.prefetch(batch(self.mesh.rank, number + 1)[1])
+        loss.backward()
         for optimizer in (self.of_net, self.of_head):
             optimizer.step()
             optimizer.zero_grad()
@@ -105,9 +111,11 @@ def delivering(replica: Replica, period: int, staleness: int, meeting: list[bool
         yield
 
 
-def replayed(mesh: Mesh, way: str, staleness: int, period: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def replayed(
+    mesh: Mesh, way: str, staleness: int, period: int, steps: int, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's state before and after the meeting behind its steps; others' changes came as late as they may."""
-    replica, meeting = Replica(mesh, way, staleness, period), [False]
+    replica, meeting = Replica(mesh, way, staleness, period, **options), [False]
     try:
         with delivering(replica, period, staleness, meeting):
             for number in range(steps):
@@ -171,6 +179,16 @@ def test_ranks_add_what_others_changed_as_late_as_the_bound_lets_them(
             assert relative_error(found, expected) < 1e-12
         assert relative_error(late[3], 1 / behind[1].norm(dim=1)) < 1e-12
     assert not torch.equal(before[0][0], before[1][0])  # they were apart
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sample_rate", [1.0, 0.4])
+def test_rows_that_are_fetched_ahead_have_what_others_changed(sample_rate: float, ranks: Ranks) -> None:
+    options = {"sample_rate": sample_rate, "placement": "host"}
+    copied, in_place = (ranks(2, replayed, "full", 2, 1, 8, copied=copied, **options) for copied in (True, False))
+    for found, expected in zip(copied, in_place, strict=True):
+        for states, others in zip(found, expected, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(states, others, strict=True))
 
 
 def met(mesh: Mesh, way: str, period: int, **options: Any) -> list[list[Tensor]]:
@@ -295,6 +313,7 @@ def test_a_run_without_staleness_is_the_synchronous_one_bit_for_bit(tmp_path: Pa
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_learns_meets_at_its_checkpoints_and_goes_on(way: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {**CHANGES, "parallel.asynchronous": way, "parallel.averaging_period": 3, "ema_decay": 0.9}
+    changes |= {"data.batch_size": 4, "optim.accumulate": 2}
     ranks(3, run, tmp_path, {**changes, "steps": 8}, head_ranks=1)
     begun = losses(tmp_path)
     tensors = ranks(1, stored, tmp_path, 8, "")[0]
