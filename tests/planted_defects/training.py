@@ -506,4 +506,25 @@ TRAINING = (
         '            "forwards"',
         ("tests/examples/test_examples.py",),
     ),
+    Defect(
+        "a rank that steps by itself goes one step beyond the bound",
+        "plsc/train/asynchronous.py",
+        "while self._misses_any(last_of_round - self._staleness):",
+        "while self._misses_any(last_of_round - self._staleness - 1):",
+        ("tests/train/test_asynchronous.py",),
+    ),
+    Defect(
+        "rows that another rank has changed keep their old norms",
+        "plsc/head/table_changes.py",
+        "        renew_norms(chunk.table, chunk.index)\n",
+        "",
+        ("tests/train/test_asynchronous.py",),
+    ),
+    Defect(
+        "ranks that were asked to stop do so at steps of their own",
+        "plsc/train/asynchronous.py",
+        "if first < known), default=0)",
+        "if first <= self._step), default=0)",
+        ("tests/train/test_asynchronous.py",),
+    ),
 )
