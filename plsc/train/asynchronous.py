@@ -9,10 +9,11 @@ SGD their mean is the momentum of the mean gradient, and without staleness the s
 Staleness is bounded as in that paper (stale synchronous parallel): no rank begins step t before it has added what all
 others changed in their steps before t − staleness.
 
-In Paddle's fully asynchronous mode a trainer sends each gradient to servers, which step by it when it comes
-(AsyncCommunicator). In its half-asynchronous one a trainer's communicator waits for as many batches as it merges, sends
-their sum, receives the parameters, and only then lets the trainer go on (HalfAsyncCommunicator); trainers do not wait
-for each other in either, and staleness has no bound. Here "full" and "half" are these two, with the bound.
+In Paddle's fully asynchronous mode a trainer sends its gradients to servers, which step by them when they come
+(AsyncCommunicator). In its half-asynchronous one the threads of a trainer wait, after a batch each, until its
+communicator has merged and sent their gradients and received the parameters (HalfAsyncCommunicator); trainers do not
+wait for each other in either, and staleness has no bound. Here "full" and "half" are these two, with the bound, and
+with steps of one rank behind each other in the place of threads.
 """
 
 import contextlib
