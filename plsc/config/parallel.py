@@ -226,6 +226,14 @@ def _of_asynchronous(run: "Config") -> Iterator[str]:
             f"and parallel.staleness = {parallel.staleness} would wait for a part of them; give "
             f"{parallel.averaging_period - 1} or more, or a shorter period"
         )
+    if run.precision == "fp16":
+        yield f'{cause} would give each rank a loss scale of its own; give precision = "bf16"'
+    yield from _beside_asynchronous(run, cause)
+
+
+def _beside_asynchronous(run: "Config", cause: str) -> Iterator[str]:
+    """What is of steps that ranks take together, and what is not made for others."""
+    parallel = run.parallel
     together = {
         f'parallel.strategy = "{parallel.strategy}"': parallel.strategy != "ddp",
         "parallel.tp": parallel.tp > 1,
@@ -249,8 +257,6 @@ def _of_asynchronous(run: "Config") -> Iterator[str]:
     }
     for name in (name for name, is_set in alone.items() if is_set):
         yield f"{cause} is not made for {name}; leave one of them out"
-    if run.precision == "fp16":
-        yield f'{cause} would give each rank a loss scale of its own; give precision = "bf16"'
 
 
 def _of_the_strategy(run: "Config") -> Iterator[str]:
