@@ -125,6 +125,13 @@ class KeyMap:
         self.names |= names
         self._keys_of_names |= {name: key for key, name in names.items()}
 
+    def names_of_classes(self) -> list[list[str]]:
+        """The names of each class of a map of one shard; a key's number where it has none."""
+        names: list[list[str]] = [[] for _ in range(int(self.classes.max()) + 1 if len(self) else 0)]
+        for key, place in zip(self.keys.tolist(), self.classes.tolist(), strict=True):
+            names[place].append(self.names.get(key, str(key)))
+        return names
+
     def state(self, firsts: Sequence[int]) -> dict[str, Tensor]:
         """The map as tensors for a checkpoint.
 

@@ -20,8 +20,8 @@ from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.key_map import KeyMap, Keys
 from plsc.parallel import Mesh
 from plsc.progress import note
-from plsc.regular_files import open_regular
 from plsc.train.async_checkpoint import AsyncCheckpointer
+from plsc.train.byte_search import parts_of
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint
 
@@ -82,6 +82,10 @@ class NamedTable:
     def num_classes(self) -> int:
         """Classes that have a row; several names may share one."""
         return len(np.unique(self.key_map.classes))
+
+    def columns(self) -> dict[str, Tensor]:
+        """The weight and the optimizer's tables by their names, a row for each class and sub-centre; int8's scales."""
+        return {name.rpartition(".")[2]: rows for name, rows in self._rows.items()}
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise UsageError for a name that the table does not know, with a row or without."""
@@ -230,24 +234,31 @@ def forget_names(run: Path, names: Iterable[str]) -> None:
         write_json(path, content)
 
 
-def find_names(paths: Sequence[Path], names: Sequence[str], table: str = "") -> list[tuple[Path, str]]:
-    """Where names of classes still are: in the keys of checkpoints, and as text in all other files of their run.
+def find_names(
+    paths: Sequence[Path], names: Sequence[str], files: Iterable[Path], table: str = ""
+) -> list[tuple[Path, str]]:
+    """Where names of classes still are: in the keys of checkpoints ``paths``, and as text in all other ``files``.
 
     Checkpoints' own files are no text: their keys say which names they hold.
     """
-    found = []
+    found: list[tuple[Path, str]] = []
+    if not names:
+        return found
     for path in paths:
         known = set(NamedTable(path, table).key_map.names.values())
         found += [(path, name) for name in names if name in known]
-    run = paths[0].parent.parent
-    if paths[0].parent.name != CHECKPOINTS:
-        return found
     folders = {path.resolve() for path in paths}
-    for file in sorted(file for file in run.rglob("*") if file.is_file() and file.parent.resolve() not in folders):
-        with open_regular(file) as opened:
-            content = opened.read()
+    for file in (file for file in files if file.parent.resolve() not in folders):
         is_json = file.suffix in (".json", ".jsonl")  # where a name stands in quotes, and may be part of another's
-        found += [(file, name) for name in names if any(text in content for text in _texts(name, is_json))]
+        texts = {name: _texts(name, is_json) for name in names}
+        longest = max(len(text) for each in texts.values() for text in each)
+        there = {
+            name
+            for content in parts_of(file, longest)
+            for name, each in texts.items()
+            if any(text in content for text in each)
+        }
+        found += [(file, name) for name in names if name in there]
     return found
 
 

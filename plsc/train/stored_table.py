@@ -186,10 +186,7 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
         return None
     keys = KeyMap()
     keys.load_state(state, [0])
-    names: list[list[str]] = [[] for _ in range(int(keys.classes.max()) + 1 if len(keys) else 0)]
-    for key, place in zip(keys.keys.tolist(), keys.classes.tolist(), strict=True):
-        names[place].append(keys.names.get(key, str(key)))
-    write_json(out.with_suffix(".json"), {"classes": names})
+    write_json(out.with_suffix(".json"), {"classes": keys.names_of_classes()})
     return out.with_suffix(".json")
 
 

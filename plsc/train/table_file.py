@@ -90,7 +90,7 @@ class TableFile:
                     raise DataError(f"{path} is truncated or corrupt: it announces a header that is too long")
                 tensors: Any = safe_open(pinned(file), framework="pt")  # maps the file, which may be closed then
             metadata = tensors.metadata() or {}
-            self._weight = tensors.get_slice(WEIGHT)
+            self._tensors, self._weight = tensors, tensors.get_slice(WEIGHT)
             shape, dtype = self._weight.get_shape(), self._weight.get_dtype()
         except (SafetensorError, ValueError) as error:
             raise DataError(
@@ -109,3 +109,7 @@ class TableFile:
         """The rows of classes [first, stop), (n, centers, D), in float32."""
         rows: Tensor = self._weight[first * self.centers : stop * self.centers]
         return rows.float().view(stop - first, self.centers, self.dim)
+
+    def columns(self) -> dict[str, Tensor]:
+        """All that the file holds, as it is stored: the weight and the optimizer's tables by their names."""
+        return {name: self._tensors.get_tensor(name) for name in self._tensors.keys()}  # noqa: SIM118 (no dict)
