@@ -12,6 +12,7 @@ Of tables whose classes are known by name (head.max_classes), while no training 
   plsc table check runs/faces Ada "Jan Novak"          exits with 1 where a file of the run still names them
   plsc table check runs/faces --removed BEFORE         likewise where one holds a row that BEFORE had of a class gone
   plsc table merge runs/faces Ada_2 Ada_3 --into Ada   the names become one class, of their rows' mean direction
+  plsc table split runs/faces Ada --into Ada_2 Ada_3   classes of their own, that begin with the row of Ada
   plsc table rename runs/faces Ada Lovelace
   plsc table add runs/faces --from runs/other          rows of the classes that are missing here, by name
 
@@ -45,7 +46,7 @@ _FORMATS = ("safetensors", "arcface_torch", "arcface_torch-2021")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = add_actions(parser, "info|export|import|remove|check|merge|rename|add")
+    actions = add_actions(parser, "info|export|import|remove|check|merge|split|rename|add")
     info = add_action(actions, "info", _info, "describe the table: rows, types, norms, files")
     export = add_action(actions, "export", _export, "write the table as a file, or shards", replaces="OUT, --json")
     joining = add_action(actions, "import", _import, "join arcface_torch's shards", replaces="OUT, --json")
@@ -74,9 +75,10 @@ def _configure_changes(actions: Any, *others: argparse.ArgumentParser) -> None:
     remove = add_action(actions, "remove", _remove, "remove classes from all checkpoints")
     check = add_action(actions, "check", _check, "tell whether any file still holds classes")
     merge = add_action(actions, "merge", _merge, "let names be of one class")
+    split = add_action(actions, "split", _split, "make classes of names, with the row of another")
     rename = add_action(actions, "rename", _rename, "give a class another name")
     adding = add_action(actions, "add", _add, "take rows of another run by name")
-    for action in (remove, check, merge, rename, adding):
+    for action in (remove, check, merge, split, rename, adding):
         action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
         action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
         add_verify_option(action)
@@ -89,6 +91,9 @@ def _configure_changes(actions: Any, *others: argparse.ArgumentParser) -> None:
     text = "files and folders that are looked through beside the run's own, such as exports"
     check.add_argument("--files", type=Path, nargs="+", default=[], metavar="PATH", help=text)
     merge.add_argument("--into", required=True, metavar="NAME", help="the class that they become")
+    split.add_argument("name", metavar="NAME", help="the class")
+    text = "new names, or names that share the class by a merge: each is a class of its own then"
+    split.add_argument("--into", required=True, nargs="+", metavar="NAME", help=text)
     rename.add_argument("old", metavar="OLD", help="the class")
     rename.add_argument("new", metavar="NEW", help="its name from now on")
     text = "the run or checkpoint to take rows of; without names, all that are missing"
@@ -176,6 +181,11 @@ def _rows_found(
 def _merge(args: argparse.Namespace) -> dict[str, Any]:
     names = _names(args)
     return _changed(args, lambda table: table.merge(names, args.into), f"{', '.join(names)} are of {args.into} now")
+
+
+def _split(args: argparse.Namespace) -> dict[str, Any]:
+    said = f"{', '.join(args.into)} begin with the row of {args.name}"
+    return _changed(args, lambda table: table.split(args.name, args.into), said)
 
 
 def _rename(args: argparse.Namespace) -> dict[str, Any]:

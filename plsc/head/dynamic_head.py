@@ -166,8 +166,12 @@ class DynamicHead(ShardedHead):
 
     def numbers_of(self, labels: Tensor) -> Tensor:
         """Return the class numbers of ``labels`` (any shape), int64 on the CPU, -1 where a key has no row."""
-        shards, classes = self.key_map.find(self._keys_of(labels))
-        return torch.from_numpy(np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL))
+        return torch.from_numpy(self._classes_of(self._keys_of(labels)))
+
+    def _classes_of(self, keys: Keys) -> Keys:
+        """The class numbers of ``keys`` (any shape), -1 where a key has no row."""
+        shards, classes = self.key_map.find(keys)
+        return np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL)
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """As :meth:`plsc.ShardedHead.prefetch`, with the keys of the batch, none of which is inserted yet."""
@@ -281,11 +285,7 @@ class DynamicHead(ShardedHead):
 
     def _add(self, keys: Keys, values: Tensor) -> None:
         """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
-        if self.num_classes + len(keys) > self.max_classes:
-            raise UsageError(
-                f"{len(keys):,} new classes do not fit beside {self.num_classes:,}: max_classes is "
-                f"{self.max_classes:,}; make it larger, or remove classes"
-            )
+        self._refuse_beyond_room(len(keys))
         counts, shards, classes = list(self._counts), np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
         heap = [(count, shard) for shard, count in enumerate(counts)]
         heapq.heapify(heap)
@@ -346,16 +346,22 @@ class DynamicHead(ShardedHead):
             self._write(np.array([place]), mean[None], keeps_state=True)
 
     def split(self, key: int, into: Tensor | Sequence[int]) -> None:
-        """Make classes of the keys ``into``, none of which is there, with the rows of ``key``, which stays.
+        """Make classes of the keys ``into``, with the rows of ``key``, which stays, and no optimizer state.
 
-        Samples of the new keys then tell them apart. Every rank calls with the same.
+        They are new, or share the class of ``key`` so far (:meth:`merge`). Samples of them then tell the classes apart.
+        Every rank calls with the same.
 
         Raises:
-            UsageError: ``key`` has no row, or one of the others has; ranks differ; there is no room.
+            UsageError: ``key`` has no row, or is among the others; one of them is of another class; ranks differ; there
+                is no room.
         """
-        new = self._same_keys(into)
-        self._refuse_known(new)
-        self.insert(torch.from_numpy(new), self.rows_of([key]).expand(len(new), -1, -1))
+        new, rows = np.unique(self._same_keys(into)), self.rows_of([key])
+        (own,) = self._classes_of(np.array([key]))
+        classes = self._classes_of(new)
+        self._refuse_known(new[(classes != _NO_LABEL) & (classes != own) | (new == key)])
+        self._refuse_beyond_room(len(new))
+        self.key_map.leave(new)
+        self.insert(torch.from_numpy(new), rows.expand(len(new), -1, -1))
 
     def rename(self, old: int, new: int) -> None:
         """Let the class of the key ``old`` be that of ``new``, which is not there. Every rank calls with the same.
@@ -431,6 +437,13 @@ class DynamicHead(ShardedHead):
         if (shards < 0).any():
             raise UsageError(f"the key {keys[shards < 0][0]} has no row in the head")
         return shards, classes
+
+    def _refuse_beyond_room(self, more: int) -> None:
+        if self.num_classes + more > self.max_classes:
+            raise UsageError(
+                f"{more:,} new classes do not fit beside {self.num_classes:,}: max_classes is {self.max_classes:,}; "
+                "make it larger, or remove classes"
+            )
 
     def _refuse_known(self, keys: Keys) -> None:
         known = keys[self.key_map.find(keys)[0] >= 0]

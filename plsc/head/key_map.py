@@ -85,14 +85,18 @@ class KeyMap:
 
     def discard(self, keys: Keys) -> None:
         """Forget ``keys`` and their names."""
-        stays = ~np.isin(self.keys, keys)
-        self.keys, self.shards = self.keys[stays], self.shards[stays]
-        self.classes, self.seen = self.classes[stays], self.seen[stays]
+        self.leave(keys)
         for key in keys.tolist():
             self.waiting.pop(key, None)
             name = self.names.pop(key, None)
             if name is not None:
                 del self._keys_of_names[name]
+
+    def leave(self, keys: Keys) -> None:
+        """Let ``keys`` have no row; their names stay."""
+        stays = ~np.isin(self.keys, keys)
+        self.keys, self.shards = self.keys[stays], self.shards[stays]
+        self.classes, self.seen = self.classes[stays], self.seen[stays]
 
     def renamed(self, old: int, new: int) -> None:
         """Let ``new``, which is not there, take the place of ``old``; its name goes."""

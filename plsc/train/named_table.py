@@ -53,8 +53,8 @@ class NamedTable:
         head = stored.value("config.head", dict)
         tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
         self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
-        self._keys_prefix = f"keys.{prefix}"
-        names = [f"head.{prefix}weight", *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
+        self._keys_prefix, self._weight = f"keys.{prefix}", f"head.{prefix}weight"
+        names = [self._weight, *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
         state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
         if "name_bytes" not in state:
             raise UsageError(
@@ -106,7 +106,7 @@ class NamedTable:
             UsageError: a name is none of the table.
         """
         keys, (target,) = self._keys_of([name for name in names if name != into]), self._keys_of([into])
-        weight = self._by_class(next(iter(self._rows)))
+        weight = self._by_class(self._weight)
         places = self.key_map.find(np.array([target, *keys]))[1]
         rows = weight[torch.from_numpy(places)].double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
@@ -117,6 +117,28 @@ class NamedTable:
         (place,) = self.key_map.find(np.array([target]))[1]
         self.key_map.add(keys, np.zeros(len(keys), np.int32), np.full(len(keys), place))
         self.key_map.enter_names(shared)
+
+    def split(self, name: str, into: Sequence[str]) -> None:
+        """Make classes of the names ``into``, with the rows of ``name``; see :meth:`plsc.DynamicHead.split`.
+
+        Raises:
+            UsageError: ``name`` is none of the table, one of ``into`` is of another class, or there is no room.
+        """
+        (key,), new = self._keys_of([name]), self.key_map.keys_of(dict.fromkeys(into))
+        place = int(self.key_map.find(np.array([key]))[1][0])
+        owners = self.key_map.find(new)[1]
+        for other, owner in zip(dict.fromkeys(into), owners.tolist(), strict=True):
+            if other == name or owner not in (-1, place):
+                raise UsageError(
+                    f"{self.path} has a class {other} already; a class is split into others, or its own names"
+                )
+        self._refuse_beyond_room(len(new))
+        self.key_map.leave(new)
+        count = self.num_classes
+        for column, rows in self._rows.items():
+            copied = self._by_class(column)[place].repeat(len(new), *[1] * (rows.dim() - 1))
+            self._rows[column] = torch.cat([rows, copied if column == self._weight else torch.zeros_like(copied)])
+        self.key_map.add(new, np.zeros(len(new), np.int32), np.arange(count, count + len(new)))
 
     def rename(self, old: str, new: str) -> None:
         """Give the class ``old`` another name.
@@ -142,7 +164,7 @@ class NamedTable:
         for table in (self, source):
             if not table.num_classes:
                 raise UsageError(f"{table.path} has no class with a row yet; train it further first")
-        mine, theirs = self._by_class(next(iter(self._rows))), source._by_class(next(iter(source._rows)))
+        mine, theirs = self._by_class(self._weight), source._by_class(source._weight)
         if mine.shape[1:] != theirs.shape[1:]:
             shapes = " and ".join("x".join(map(str, rows.shape[1:])) for rows in (theirs, mine))
             raise UsageError(f"rows of {source.path} and {self.path} are {shapes}: they need to be of one shape")
@@ -150,14 +172,11 @@ class NamedTable:
         wanted = [name for name in source.names if name not in have] if names is None else list(names)
         if known := have.intersection(wanted):
             raise UsageError(f"{self.path} has a class {min(known)} already; remove it first, or leave it out")
-        most = int(self._head["max_classes"])
-        if self.num_classes + len(wanted) > most:
-            raise UsageError(f"{len(wanted):,} classes do not fit beside {self.num_classes:,}: max_classes is {most:,}")
+        self._refuse_beyond_room(len(wanted))
         places = source.key_map.find(source._keys_of(wanted))[1]
         first = self.num_classes
-        for position, name in enumerate(self._rows):
-            rows = self._rows[name]
-            new = theirs[torch.from_numpy(places)].reshape(-1, *rows.shape[1:]) if position == 0 else None
+        for name, rows in self._rows.items():
+            new = theirs[torch.from_numpy(places)].reshape(-1, *rows.shape[1:]) if name == self._weight else None
             shape = (len(wanted) * self._centers, *rows.shape[1:])
             self._rows[name] = torch.cat([rows, torch.zeros(shape, dtype=rows.dtype) if new is None else new.to(rows)])
         keys = self.key_map.keys_of(wanted)
@@ -205,6 +224,11 @@ class NamedTable:
             if name not in known:
                 raise UsageError(f"{self.path} has no class {name}; plsc table info --names lists them")
         return np.array([known[name] for name in listed], np.int64)
+
+    def _refuse_beyond_room(self, more: int) -> None:
+        most = int(self._head["max_classes"])
+        if self.num_classes + more > most:
+            raise UsageError(f"{more:,} classes do not fit beside {self.num_classes:,}: max_classes is {most:,}")
 
     def _by_class(self, name: str) -> Tensor:
         rows = self._rows[name]

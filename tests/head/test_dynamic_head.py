@@ -83,6 +83,7 @@ CHANGES = {
     3: [("remove", [7919 % 1000, 7919 * 3 % 1000])],
     5: [("merge", [7919 * 2 % 1000, 7919 * 5 % 1000], 7919 * 4 % 1000), ("insert", [5000, 5001])],
     7: [("split", 7919 * 6 % 1000, [2000, 2001]), ("rename", 7919 * 7 % 1000, 3000)],
+    8: [("split", 7919 * 4 % 1000, [7919 * 2 % 1000])],  # one of those that were merged
     9: [("remove", [2000, 7919 * 5 % 1000])],
 }
 
@@ -392,6 +393,11 @@ def wrong(mesh, case):
             head.remove([10 + mesh.rank])
         elif case == "known":
             head.rename(10, 11)
+        elif case == "another's":
+            head.merge([11], 10)
+            head.split(10, [11, 12])
+        elif case == "itself":
+            head.split(10, [10])
         elif case == "waiting":
             head(x.float().requires_grad_(), torch.full((12,), 10)).backward()
             head.remove([10])
@@ -410,6 +416,8 @@ def wrong(mesh, case):
         ("unknown", "the key 99 has no row in the head"),
         ("other keys", "ranks name other keys"),
         ("known", "the key 11 has a row in the head already"),
+        ("another's", "the key 12 has a row in the head already"),
+        ("itself", "the key 10 has a row in the head already"),
         ("waiting", "the head's classes cannot change between a loss and its step()"),
         ("rows", r"rows are \(2, 12\); 1 new classes take \(1, 12\)"),
     ],

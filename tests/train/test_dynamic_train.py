@@ -187,3 +187,33 @@ def test_what_a_table_does_not_hold_is_refused(whole: Path, copied: Path, ranks:
     ranks(1, run, tmp_path / "fixed", {**DYNAMIC, "head.max_classes": None, "steps": 1})
     with pytest.raises(UsageError, match="they are numbers of the data"):
         NamedTable(find_checkpoints(tmp_path / "fixed")[-1])
+
+
+def test_a_class_is_split_into_new_names_and_into_those_that_were_merged(
+    copied: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    (before,) = ranks(1, rows_by_name, copied, 13)
+    for command in (
+        ["merge", str(copied), "avatar-1", "avatar-2", "--into", "avatar-0"],
+        ["split", str(copied), "avatar-0", "--into", "avatar-2", "Ada"],
+        ["info", str(copied), "--names", "--json", str(tmp_path / "info.json")],
+        ["export", str(copied), str(tmp_path / "table.safetensors")],
+    ):
+        assert main(["table", *command]) == 0
+    assert read_json(tmp_path / "info.json")["names"] == sorted({*before, "Ada"})
+    named, tensors = read_json(tmp_path / "table.json")["classes"], load_file(tmp_path / "table.safetensors")
+    shared = [sorted(names) for names in named].index(["avatar-0", "avatar-1"])
+    assert named[-2:] == [["avatar-2"], ["Ada"]]
+    assert len(named) == len(before) == len(tensors["weight"])
+    (after,) = ranks(1, rows_by_name, copied, 13)
+    assert all(torch.equal(after[name], after["avatar-0"]) for name in ("avatar-1", "avatar-2", "Ada"))
+    assert tensors["momentum"][shared].any()
+    assert not tensors["momentum"][-2:].any()
+    for name in before.keys() - {"avatar-0", "avatar-1", "avatar-2"}:
+        assert torch.equal(after[name], before[name])
+    with pytest.raises(UsageError, match="has a class avatar-4 already"):
+        NamedTable(find_checkpoints(copied)[-1]).split("avatar-3", ["avatar-4"])
+    with pytest.raises(UsageError, match="3 classes do not fit beside 12: max_classes is 14"):
+        NamedTable(find_checkpoints(copied)[-1]).split("avatar-3", ["a", "b", "c"])
+    (result,) = ranks(1, run, copied, {**DYNAMIC, "data.train": "avatars:3x6", "steps": 15}, "auto")
+    assert result["steps"] == 15
