@@ -5,9 +5,7 @@ visits consecutive rows as in a fixed table, none is copied when the table grows
 not taken from the system (but by a GPU). Where a class goes, the shard's last one takes its place.
 """
 
-import heapq
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,14 +17,16 @@ from torch import Tensor
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.head.class_table import SMALLEST_NORM, ClassRows, TableShape, class_range, renew_norms
+from plsc.head.agreed_keys import any_lack, are_fit, same_keys
+from plsc.head.class_table import SMALLEST_NORM, TableShape, class_range
+from plsc.head.dense_rows import DenseRows, evenly_placed
+from plsc.head.first_rows import FirstRows
 from plsc.head.key_map import KeyMap, Keys
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import Margin
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-_STD = 0.01  # of a row's numbers at its beginning, as in a fixed table
 _NO_LABEL = -1
 _FIXED = {
     "journal": (False, "savepoints hold a table of one size"),
@@ -101,6 +101,8 @@ class DynamicHead(ShardedHead):
                 f"{self.admit_after} some have none: leave it out, or take another margin"
             )
         self.first_rows, self.key_map = first_rows, KeyMap()
+        self._first = FirstRows(self.dim, self.centers, self.seed)
+        self._rows = DenseRows(self.softmax.table)
         self._names: Sequence[str] | None = None
         self._label_keys: Keys | None = None
         self._counts = [0] * self.mesh.head.world_size  # classes of each shard
@@ -144,7 +146,7 @@ class DynamicHead(ShardedHead):
             UsageError: a key is negative, on whatever rank; there is no room for another class; or as
                 :meth:`plsc.ShardedHead.forward`.
         """
-        keys = self._keys_of(labels) if _are_fit(embeddings, labels) else None
+        keys = self._keys_of(labels) if are_fit(embeddings, labels) else None
         lacking = self._agreed_to_lack(keys)
         if keys is not None and self.training and torch.is_grad_enabled():
             if lacking:
@@ -189,19 +191,8 @@ class DynamicHead(ShardedHead):
 
     def _agreed_to_lack(self, keys: Keys | None) -> bool:
         """Whether any rank has keys without a row; UsageError on all ranks where one has a negative key."""
-        if keys is None:
-            fact = _MALFORMED
-        elif keys.size and keys.min() < (0 if keys.ndim == 1 else _NO_LABEL):
-            fact = _NEGATIVE
-        else:
-            fact = int(((self.key_map.find(keys)[0] < 0) & (keys >= 0)).sum())
-        facts = [fact for (fact,) in all_gather_numbers([fact], self.mesh)]
-        if _NEGATIVE in facts:
-            raise UsageError(
-                f"rank {facts.index(_NEGATIVE)}: labels are keys from 0 on, or places in the names of use_names(); "
-                "where samples may lack a label, give them as (b, 1), with -1 for none"
-            )
-        return _MALFORMED not in facts and any(facts)
+        lacking = 0 if keys is None else int(((self.key_map.find(keys)[0] < 0) & (keys >= 0)).sum())
+        return any_lack(keys, lacking, self.mesh)
 
     # Classes that come.
 
@@ -215,9 +206,9 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: ranks differ, rows do not fit, or there is no room.
         """
-        wanted = self._same_keys(keys)
+        wanted = same_keys(self.mesh, keys)
         if rows is None:
-            values = self._random_rows(wanted)
+            values = self._first.random(wanted)
         else:
             values = rows.detach().cpu().double().reshape(len(rows), -1, self.dim) if rows.numel() else torch.empty(0)
             if values.shape != (len(wanted), self.centers, self.dim):
@@ -243,17 +234,9 @@ class DynamicHead(ShardedHead):
         if self.admit_after > 1:
             is_new = np.isin(found, new)
             found, vectors = found[is_new], vectors[is_new]
-        self._add(new, self._random_rows(new) if self.first_rows == "random" else self._means(new, found, vectors))
+        by_mean = self.first_rows == "mean"
+        self._add(new, self._first.means(new, found, vectors) if by_mean else self._first.random(new))
         return not is_new.all()
-
-    def _means(self, new: Keys, found: Keys, vectors: NDArray[np.float32]) -> Tensor:
-        """First rows (m, K, D) of ``new`` keys (m,), from all ranks' samples' keys (n,) and unit embeddings (n, D)."""
-        of_sample = np.searchsorted(new, found)
-        # in the order of their bytes: the sum's last bits must not tell which rank had which sample
-        order = sorted(range(len(found)), key=lambda i: (of_sample[i], vectors[i].tobytes()))
-        sums = np.zeros((len(new), self.dim))
-        np.add.at(sums, of_sample[order], vectors[order].astype(np.float64))
-        return self._around(torch.from_numpy(sums), new)
 
     def _expire(self, keys: Keys) -> None:
         """Note that this batch has ``keys``, and remove those that no batch had for long; every rank calls."""
@@ -268,32 +251,10 @@ class DynamicHead(ShardedHead):
             if len(gone):
                 self.remove(gone.tolist())
 
-    def _around(self, directions: Tensor, keys: Keys) -> Tensor:
-        """First rows (m, K, D) float64 of classes whose embeddings have these mean ``directions`` (m, D)."""
-        noise = self._random_rows(keys)
-        lengths = directions.norm(dim=1, keepdim=True)
-        mean = directions / lengths.clamp(min=SMALLEST_NORM) * (_STD * math.sqrt(self.dim))
-        rows = mean[:, None] + noise * (torch.arange(self.centers) > 0)[:, None]
-        return torch.where((lengths > SMALLEST_NORM)[:, None], rows, noise)
-
-    def _random_rows(self, keys: Keys) -> Tensor:
-        """N(0, 0.01²) (m, K, D) float64, from the seed and each key alone."""
-        rows = torch.empty(len(keys), self.centers, self.dim, dtype=torch.float64)
-        for row, key in zip(rows, keys.tolist(), strict=True):
-            row.normal_(std=_STD, generator=torch.Generator().manual_seed((key ^ self.seed * _SEED_FACTOR) % 2**63))
-        return rows
-
     def _add(self, keys: Keys, values: Tensor) -> None:
         """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
         self._refuse_beyond_room(len(keys))
-        counts, shards, classes = list(self._counts), np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
-        heap = [(count, shard) for shard, count in enumerate(counts)]
-        heapq.heapify(heap)
-        for place in range(len(keys)):
-            count, shard = heap[0]
-            shards[place], classes[place] = shard, count
-            heapq.heapreplace(heap, (count + 1, shard))
-            counts[shard] += 1
+        shards, classes, counts = evenly_placed(len(keys), self._counts)
         self.key_map.add(keys, shards, classes, self.softmax.forwards)
         own = shards == self.mesh.head.rank
         self._resize(counts)
@@ -310,7 +271,7 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ; batches wait for the optimizer.
         """
-        gone = np.unique(self._same_keys(keys))
+        gone = np.unique(same_keys(self.mesh, keys))
         shards, classes = self._rows_of_all(gone)
         self._refuse_while_batches_wait("classes")
         self.key_map.discard(gone)
@@ -332,8 +293,8 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ; batches wait for the optimizer.
         """
-        others = np.setdiff1d(self._same_keys(sources), [into])
-        named = self._same_keys([into, *others.tolist()])
+        others = np.setdiff1d(same_keys(self.mesh, sources), [into])
+        named = same_keys(self.mesh, [into, *others.tolist()])
         rows = self.rows_of(named.tolist()).double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
         mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
@@ -355,7 +316,7 @@ class DynamicHead(ShardedHead):
             UsageError: ``key`` has no row, or is among the others; one of them is of another class; ranks differ; there
                 is no room.
         """
-        new, rows = np.unique(self._same_keys(into)), self.rows_of([key])
+        new, rows = np.unique(same_keys(self.mesh, into)), self.rows_of([key])
         (own,) = self._classes_of(np.array([key]))
         classes = self._classes_of(new)
         self._refuse_known(new[(classes != _NO_LABEL) & (classes != own) | (new == key)])
@@ -369,7 +330,7 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: ``old`` has no row, or ``new`` has one; ranks differ.
         """
-        pair = self._same_keys([old, new])
+        pair = same_keys(self.mesh, [old, new])
         self._rows_of_all(pair[:1])
         self._refuse_known(pair[1:])
         self.key_map.renamed(old, new)
@@ -380,46 +341,12 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ.
         """
-        shards, classes = self._rows_of_all(self._same_keys(keys))
+        shards, classes = self._rows_of_all(same_keys(self.mesh, keys))
         weight = self.weight.detach().view(-1, self.centers, self.dim)
         rows = torch.zeros(len(shards), self.centers, self.dim, dtype=weight.dtype)
         own = torch.from_numpy(shards == self.mesh.head.rank)
         rows[own] = weight[torch.from_numpy(classes)[own].to(weight.device)].cpu()
         return all_reduce_sum(rows.to(self.mesh.device), self.mesh.head).cpu()
-
-    def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
-        """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
-        targets = free[free < count]
-        sources = np.setdiff1d(np.arange(count, count + len(free)), free)
-        self.key_map.moved(shard, sources, targets)
-        if shard != self.mesh.head.rank:
-            return
-        table, to_rows = self.softmax.table, self._local_rows
-        table.forget_prefetched()
-        table.inverse_norms()
-        for tensor in table.row_tensors():
-            tensor[to_rows(targets)] = tensor[to_rows(sources)]
-            tensor[count * self.centers :] = 0
-        table.norms_are_current()
-
-    def _write(self, classes: Keys, values: Tensor, *, keeps_state: bool = False) -> None:
-        """Store ``values`` (m, K, D) as rows of this shard's ``classes`` (m,), with state of zeros."""
-        table = self.softmax.table
-        table.forget_prefetched()
-        table.inverse_norms()
-        weight, norms, *state = table.row_tensors()
-        rows = self._local_rows(classes)
-        weight[rows] = values.reshape(-1, self.dim).to(weight.device, weight.dtype)
-        renew_norms(ClassRows(weight, norms), rows)
-        for tensor in state if not keeps_state else ():
-            tensor[rows] = 0
-        table.norms_are_current()
-        for pending in self.softmax.pending.batches:
-            pending.version = table.version
-
-    def _local_rows(self, classes: Keys) -> Tensor:
-        device = self.softmax.table.row_tensors()[0].device
-        return ClassRows(torch.empty(0), torch.empty(0), self.centers).rows_of(torch.from_numpy(classes).to(device))
 
     def _resize(self, counts: list[int]) -> None:
         """Let the shards have so many classes."""
@@ -450,17 +377,19 @@ class DynamicHead(ShardedHead):
         if len(known):
             raise UsageError(f"the key {known[0]} has a row in the head already")
 
-    def _same_keys(self, keys: Tensor | Sequence[int]) -> Keys:
-        """``keys`` as an array; UsageError unless they are keys, and every rank's the same."""
-        listed = np.asarray(keys.cpu() if isinstance(keys, Tensor) else keys)
-        is_list = listed.ndim == 1 and (not listed.size or (listed.dtype.kind in "iu" and int(listed.min()) >= 0))
-        found = listed.astype(np.int64) if is_list else np.empty(0, np.int64)
-        facts = all_gather_numbers([is_list, zlib.crc32(found.tobytes()), len(found)], self.mesh)
-        if not all(fact[0] for fact in facts):
-            raise UsageError("keys of classes are a list of integers from 0 on")
-        if facts.count(facts[0]) != len(facts):
-            raise UsageError("ranks name other keys: every rank calls with the same ones")
-        return found
+    def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
+        """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
+        targets = free[free < count]
+        sources = np.setdiff1d(np.arange(count, count + len(free)), free)
+        self.key_map.moved(shard, sources, targets)
+        if shard == self.mesh.head.rank:
+            self._rows.move(sources, targets, count)
+
+    def _write(self, classes: Keys, values: Tensor, *, keeps_state: bool = False) -> None:
+        """Store ``values`` (m, K, D) as rows of this shard's ``classes`` (m,), with state of zeros."""
+        self._rows.write(classes, values, keeps_state=keeps_state)
+        for pending in self.softmax.pending.batches:
+            pending.version = self.softmax.table.version
 
     # What is stored.
 
@@ -501,16 +430,3 @@ def refuse_fixed(options: Mapping[str, Any]) -> None:
     for name, (default, why) in _FIXED.items():
         if options.get(name, default) != default:
             raise UsageError(f"a head whose classes come and go takes no {name}: {why}")
-
-
-_MALFORMED, _NEGATIVE = -2, -1  # what a rank tells of its keys in place of a number
-_SEED_FACTOR = 0x9E3779B97F4A7C15
-
-
-def _are_fit(embeddings: Any, labels: Any) -> bool:
-    """Whether a head takes such embeddings and labels at all."""
-    if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor) or labels.dim() not in (1, 2):
-        return False
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return False
-    return embeddings.dim() == 2 and embeddings.is_floating_point() and len(embeddings) == len(labels)
