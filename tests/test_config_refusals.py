@@ -83,7 +83,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
     ({"head.margin": "mlcd", "head.negative_filter": 0.5}, "leave head.negative_filter out"),
     ({"head.margin": "mlcd", "head.label_reduction": "sum"}, 'head.label_reduction = "sum" means nothing with it'),
-    ({**JOURNAL, "head.max_classes": 9}, "with head.max_classes, a table takes no head.journal"),
     ({"head.frozen_rows": "all", "head.max_classes": 9}, "takes no head.frozen_rows"),
     ({**PP, "head.max_classes": 9}, "head.max_classes is not made for parallel.pp = 2"),
     ({"head.init_rows": "rows.npy", "head.max_classes": 9}, "rows of a file have no names"),

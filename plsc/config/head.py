@@ -185,7 +185,7 @@ class HeadConfig:
         from plsc.head.dynamic_head import refuse_fixed
 
         period = run.parallel.head_averaging_period
-        refuse_fixed({"journal": self.journal, "frozen_rows": self.frozen_rows, "averaging_period": period})
+        refuse_fixed({"frozen_rows": self.frozen_rows, "averaging_period": period})
         if self.init_rows:
             raise UsageError("head.max_classes and head.init_rows exclude each other: rows of a file have no names")
         for axis in ("tp", "pp"):

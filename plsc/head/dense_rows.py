@@ -25,6 +25,7 @@ class DenseRows:
         table.inverse_norms()
         weight, norms, *state = table.row_tensors()
         rows = self._rows_of(classes)
+        table.will_change(rows)
         weight[rows] = values.reshape(-1, weight.shape[1]).to(weight.device, weight.dtype)
         renew_norms(ClassRows(weight, norms), rows)
         for tensor in state if not keeps_state else ():
@@ -36,9 +37,12 @@ class DenseRows:
         table = self._table
         table.forget_prefetched()
         table.inverse_norms()
-        for tensor in table.row_tensors():
-            tensor[self._rows_of(targets)] = tensor[self._rows_of(sources)]
-            tensor[count * table.centers :] = 0
+        to, of = self._rows_of(targets), self._rows_of(sources)
+        first, tensors = count * table.centers, table.row_tensors()
+        table.will_change(torch.cat([to, torch.arange(first, len(tensors[0]), device=to.device)]))
+        for tensor in tensors:
+            tensor[to] = tensor[of]
+            tensor[first:] = 0
         table.norms_are_current()
 
     def _rows_of(self, classes: Keys) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.arguments import as_integer
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError
 from plsc.head.agreed_keys import any_lack, are_fit, same_keys
 from plsc.head.class_table import SMALLEST_NORM, TableShape, class_range
 from plsc.head.dense_rows import DenseRows, evenly_placed
@@ -29,7 +29,6 @@ from plsc.parallel.mesh import Mesh
 
 _NO_LABEL = -1
 _FIXED = {
-    "journal": (False, "savepoints hold a table of one size"),
     "frozen_rows": (None, "they are numbers of classes"),
     "averaging_period": (1, "replicas that part would have to insert alike"),
 }
@@ -62,8 +61,9 @@ class DynamicHead(ShardedHead):
         admit_after: samples of a key that are seen before it gets a row; until then they have no label.
         expire_after: training batches without a sample of a key after which it is removed; None: it stays. Looked
             after every tenth part of so many, where no batch waits for the optimizer. Moves 8 bytes more per sample.
-        **options: :class:`plsc.ShardedHead`'s others, but ``journal``, ``frozen_rows``, ``averaging_period`` and
-            ``update="autograd"``.
+        **options: :class:`plsc.ShardedHead`'s others, but ``frozen_rows``, ``averaging_period`` and
+            ``update="autograd"``. With ``journal``, store :meth:`key_state` beside each savepoint, and load it after
+            :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
 
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
@@ -402,10 +402,14 @@ class DynamicHead(ShardedHead):
         state = self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
         if self.expire_after is None:  # nobody takes note of what batches have: a later run counts from its beginning
             state["seen"].fill_(-1)
+        if self.undo_journal is not None:  # whose rows stay in the files of their shards
+            state["counts"] = torch.tensor(self._counts)
         return state
 
     def load_key_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().
+
+        A table with savepoints has the rows already, by :meth:`roll_back`, at as many ranks as before.
 
         Raises:
             DataError: it is none, or damaged.
@@ -414,11 +418,20 @@ class DynamicHead(ShardedHead):
         total = int(state["classes"].max()) + 1 if "classes" in state and len(state["classes"]) else 0
         if total > self.max_classes:
             raise UsageError(f"max_classes = {self.max_classes:,} is too few for the {total:,} classes that are stored")
-        shards = self.mesh.head.world_size
-        ranges = [class_range(total, shard, shards) for shard in range(shards)]
-        self.key_map.load_state(state, [first for first, _ in ranges])
-        self._resize([stop - first for first, stop in ranges])
+        counts = self._counts_of(state, total)
+        self.key_map.load_state(state, np.cumsum([0, *counts])[:-1].tolist())
+        self._resize(counts)
         self.use_names(self._names)
+
+    def _counts_of(self, state: Mapping[str, Tensor], total: int) -> list[int]:
+        """How many of ``total`` classes each shard has: as many as it had, or as an even share gives it."""
+        shards = self.mesh.head.world_size
+        had = state["counts"].long().reshape(-1).tolist() if "counts" in state else []
+        if self.undo_journal is None or len(had) != shards:
+            return [stop - first for first, stop in (class_range(total, shard, shards) for shard in range(shards))]
+        if min(had) < 0 or max(had) > self._shard_capacity or sum(had) != total:
+            raise DataError("these are no keys of a class table in these files; use another copy")
+        return had
 
     def extra_repr(self) -> str:
         """For print()."""

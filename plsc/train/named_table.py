@@ -40,6 +40,8 @@ class NamedTable:
     Attributes:
         key_map: the keys; all classes are of one shard.
         names: of the classes that have a row, sorted.
+        in_files: its rows lie in mapped files with savepoints (``head.journal``), and are not in memory: they stay as
+            they are.
 
     Raises:
         UsageError: its classes are numbers of the data, and have no names; or there is no such table.
@@ -50,6 +52,7 @@ class NamedTable:
         self.path, prefix = path, f"{table}." if table else ""
         stored = StoredCheckpoint(path, _ALONE)
         self._step, self._state, self._tensors = stored.step, stored.state, stored.read("")
+        self.in_files = bool(stored.state.get("savepoints"))
         head = stored.value("config.head", dict)
         tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
         self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
@@ -95,16 +98,18 @@ class NamedTable:
         """Remove the classes of ``names``; one that other names share stays theirs. Names without a row go too.
 
         Raises:
-            UsageError: the table does not know a name.
+            UsageError: the table does not know a name; or its rows lie in files.
         """
+        self._refuse_in_files()
         self._drop(self._known_keys(names))
 
     def merge(self, names: Sequence[str], into: str) -> None:
         """Let ``names`` be of the class ``into``; see :meth:`plsc.DynamicHead.merge`.
 
         Raises:
-            UsageError: a name is none of the table.
+            UsageError: a name is none of the table; or its rows lie in files.
         """
+        self._refuse_in_files()
         keys, (target,) = self._keys_of([name for name in names if name != into]), self._keys_of([into])
         weight = self._by_class(self._weight)
         places = self.key_map.find(np.array([target, *keys]))[1]
@@ -122,8 +127,10 @@ class NamedTable:
         """Make classes of the names ``into``, with the rows of ``name``; see :meth:`plsc.DynamicHead.split`.
 
         Raises:
-            UsageError: ``name`` is none of the table, one of ``into`` is of another class, or there is no room.
+            UsageError: ``name`` is none of the table, or one of ``into`` is of another class; there is no room; or rows
+                lie in files.
         """
+        self._refuse_in_files()
         (key,), new = self._keys_of([name]), self.key_map.keys_of(dict.fromkeys(into))
         place = int(self.key_map.find(np.array([key]))[1][0])
         owners = self.key_map.find(new)[1]
@@ -159,9 +166,10 @@ class NamedTable:
             names: of classes there; None: all that are missing here.
 
         Raises:
-            UsageError: the tables do not fit, a name is none of ``source``, or is one here.
+            UsageError: the tables do not fit, a name is none of ``source``, or is one here; or rows lie in files.
         """
         for table in (self, source):
+            table._refuse_in_files()
             if not table.num_classes:
                 raise UsageError(f"{table.path} has no class with a row yet; train it further first")
         mine, theirs = self._by_class(self._weight), source._by_class(source._weight)
@@ -189,9 +197,9 @@ class NamedTable:
         Raises:
             DataError: it cannot be written; the former stays then.
         """
-        for name in self._key_names():
-            del self._tensors[name]
         keys = {self._keys_prefix + name: tensor for name, tensor in self.key_map.state([0]).items()}
+        for name in keys:  # which may be of no elements now, and then have no place
+            self._tensors.pop(name, None)
         folder = CheckpointFolder(self.path.parent, _ALONE, _ALL)
         checkpointer = AsyncCheckpointer(folder, note, background=False)
         try:
@@ -224,6 +232,13 @@ class NamedTable:
             if name not in known:
                 raise UsageError(f"{self.path} has no class {name}; plsc table info --names lists them")
         return np.array([known[name] for name in listed], np.int64)
+
+    def _refuse_in_files(self) -> None:
+        if self.in_files:
+            raise UsageError(
+                f"rows of {self.path} lie in files with savepoints (head.journal), which the run alone changes: let "
+                "head.expire_after remove classes, or a script that trains"
+            )
 
     def _refuse_beyond_room(self, more: int) -> None:
         most = int(self._head["max_classes"])

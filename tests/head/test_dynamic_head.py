@@ -130,6 +130,8 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
     optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     losses = []
     for step in range(steps):
+        if step % 2 and head.undo_journal:
+            head.set_savepoint(step)
         x, keys = batch(step)
         place = mesh.rank if order is None else order[mesh.rank]
         x, keys = (part.split(sizes)[place] for part in (x, keys))
@@ -150,9 +152,10 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
         (1, {}, None),
         (2, {"placement": "host"}, None),
         (3, {"placement": "mmap"}, None),
+        (3, {"placement": "mmap", "journal": True}, None),
         (4, {"chunk_classes": 5}, 2),
     ],
-    ids=["one", "host", "mapped", "groups"],
+    ids=["one", "host", "mapped", "journaled", "groups"],
 )
 def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, head_ranks):
     if options.get("placement") == "mmap":
@@ -430,7 +433,6 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, case, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"journal": True, "placement": "mmap:table"},
         {"frozen_rows": "all"},
         {"averaging_period": 3},
         {"update": "autograd"},
