@@ -21,6 +21,7 @@ from plsc.head.agreed_keys import any_lack, are_fit, same_keys
 from plsc.head.class_table import SMALLEST_NORM, TableShape, class_range
 from plsc.head.dense_rows import DenseRows, evenly_placed
 from plsc.head.first_rows import FirstRows
+from plsc.head.frozen_rows import FrozenKeys, FrozenRows
 from plsc.head.key_map import KeyMap, Keys
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import Margin
@@ -29,7 +30,6 @@ from plsc.parallel.mesh import Mesh
 
 _NO_LABEL = -1
 _FIXED = {
-    "frozen_rows": (None, "they are numbers of classes"),
     "averaging_period": (1, "replicas that part would have to insert alike"),
 }
 
@@ -61,9 +61,10 @@ class DynamicHead(ShardedHead):
         admit_after: samples of a key that are seen before it gets a row; until then they have no label.
         expire_after: training batches without a sample of a key after which it is removed; None: it stays. Looked
             after every tenth part of so many, where no batch waits for the optimizer. Moves 8 bytes more per sample.
-        **options: :class:`plsc.ShardedHead`'s others, but ``frozen_rows``, ``averaging_period`` and
-            ``update="autograd"``. With ``journal``, store :meth:`key_state` beside each savepoint, and load it after
-            :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
+        **options: :class:`plsc.ShardedHead`'s others, but ``averaging_period`` and ``update="autograd"``.
+            ``frozen_rows`` is "all", FILE.txt of names (:meth:`use_names`), one a line, or keys: their classes keep
+            what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
+            and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
 
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
@@ -94,6 +95,7 @@ class DynamicHead(ShardedHead):
         self.expire_after = expire_after
         if expire_after is not None:
             self.expire_after = as_integer(expire_after, "the head's expire_after", 1)
+        self._frozen_keys: FrozenKeys | None = None
         super().__init__(dim, max_classes, mesh, margin, **options)
         if self.admit_after > 1 and self.margin.changes_negatives:
             raise UsageError(
@@ -119,6 +121,18 @@ class DynamicHead(ShardedHead):
     @property
     def _shard_capacity(self) -> int:
         return -(-self.max_classes // self.mesh.head.world_size)
+
+    def _frozen(self, value: str | Sequence[int] | Tensor) -> FrozenRows:
+        self._frozen_keys = FrozenKeys(value)
+        are_all, rows = self._frozen_keys.are_all, self._shard_capacity * self.centers
+        return FrozenRows(torch.full((rows,), are_all, device=self.mesh.device), are_all)
+
+    def _renew_frozen(self) -> None:
+        """Let the rows that frozen keys have now be frozen."""
+        frozen, keys = self.softmax.table.frozen, self._frozen_keys
+        if frozen is not None and keys is not None and not keys.are_all:
+            shards, classes = self.key_map.find(keys.among(self.key_map))
+            frozen.set_classes(classes[shards == self.mesh.head.rank], self.centers)
 
     def _table_shape(self, shape: TableShape) -> TableShape:
         capacity = self._shard_capacity * self.centers
@@ -165,6 +179,12 @@ class DynamicHead(ShardedHead):
             names: of a data set's classes, such as ``dataset.class_names``; None: labels are keys.
         """
         self._names, self._label_keys = names, None if names is None else self.key_map.keys_of(names)
+        self._renew_frozen()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those that labels are places in; none where labels are keys."""
+        return self._names or ()
 
     def numbers_of(self, labels: Tensor) -> Tensor:
         """Return the class numbers of ``labels`` (any shape), int64 on the CPU, -1 where a key has no row."""
@@ -258,6 +278,7 @@ class DynamicHead(ShardedHead):
         self.key_map.add(keys, shards, classes, self.softmax.forwards)
         own = shards == self.mesh.head.rank
         self._resize(counts)
+        self._renew_frozen()
         self._write(classes[own], values[torch.from_numpy(own)])
 
     # Classes that go, or change their keys.
@@ -275,7 +296,6 @@ class DynamicHead(ShardedHead):
         shards, classes = self._rows_of_all(gone)
         self._refuse_while_batches_wait("classes")
         self.key_map.discard(gone)
-        self.use_names(self._names)
         counts = list(self._counts)
         for shard in np.unique(shards).tolist():
             free = np.unique(classes[shards == shard])
@@ -284,6 +304,7 @@ class DynamicHead(ShardedHead):
             counts[shard] -= len(free)
             self._close_gaps(shard, free, counts[shard])
         self._resize(counts)
+        self.use_names(self._names)
 
     def merge(self, sources: Tensor | Sequence[int], into: int) -> None:
         """Let the keys ``sources`` be of the class of the key ``into``, whose direction becomes the mean of all.
@@ -303,6 +324,7 @@ class DynamicHead(ShardedHead):
         (shard,), (place,) = self.key_map.find(np.array([into]))
         self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place), self.softmax.forwards)
         self.key_map.enter_names(names)
+        self._renew_frozen()
         if shard == self.mesh.head.rank:
             self._write(np.array([place]), mean[None], keeps_state=True)
 
@@ -334,6 +356,7 @@ class DynamicHead(ShardedHead):
         self._rows_of_all(pair[:1])
         self._refuse_known(pair[1:])
         self.key_map.renamed(old, new)
+        self._renew_frozen()
 
     def rows_of(self, keys: Tensor | Sequence[int]) -> Tensor:
         """Return the rows (m, K, D) of ``keys`` (m,) in the table's dtype, on the CPU, on every rank; all call.

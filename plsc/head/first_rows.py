@@ -26,6 +26,11 @@ class FirstRows:
     def __init__(self, dim: int, centers: int, seed: int) -> None:
         self.dim, self.centers, self.seed = dim, centers, seed
 
+    @property
+    def length(self) -> float:
+        """Of a row."""
+        return _STD * math.sqrt(self.dim)
+
     def means(self, new: Keys, found: Keys, vectors: NDArray[np.float32]) -> Tensor:
         """Rows of ``new`` keys (m,), sorted, from all ranks' samples' keys (n,) and unit embeddings (n, D)."""
         of_sample = np.searchsorted(new, found)
@@ -39,7 +44,7 @@ class FirstRows:
         """Rows of classes whose embeddings have these mean ``directions`` (m, D)."""
         noise = self.random(keys)
         lengths = directions.norm(dim=1, keepdim=True)
-        mean = directions / lengths.clamp(min=SMALLEST_NORM) * (_STD * math.sqrt(self.dim))
+        mean = directions / lengths.clamp(min=SMALLEST_NORM) * self.length
         rows = mean[:, None] + noise * (torch.arange(self.centers) > 0)[:, None]
         return torch.where((lengths > SMALLEST_NORM)[:, None], rows, noise)
 

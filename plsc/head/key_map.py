@@ -124,6 +124,10 @@ class KeyMap:
             self.enter_names({key: name})
         return np.array([self._keys_of_names[name] for name in listed], np.int64)
 
+    def known_keys(self, names: Iterable[str]) -> Keys:
+        """Return the keys of those of ``names`` that were entered."""
+        return np.array([self._keys_of_names[name] for name in names if name in self._keys_of_names], np.int64)
+
     def enter_names(self, names: Mapping[int, str]) -> None:
         """Enter names of keys."""
         self.names |= names

@@ -149,15 +149,20 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
         UsageError: the table's files are of another run; or as :func:`set_first_rows`.
         DataError: they are of a run that has checkpoints; or as :func:`set_first_rows`.
     """
+    from plsc.train.named_first_rows import insert_first_rows  # which reads runs, of which this module is a part
+
     journal = components.undo_journal
-    if journal is not None and journal.is_adopted:
+    is_adopted = journal is not None and journal.is_adopted
+    if journal is not None and is_adopted:
         if not goes_on:
             journal.refuse_if_adopted()
         components.tables[0].head.roll_back(0)
-    else:
-        for table in components.tables:
-            if table.of.config.head.init_rows:
-                set_first_rows(table.head, table.of.config.head.init_rows)
+    for table in components.tables:
+        if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
+            insert_first_rows(table.head, source)  # again: files hold rows, and no checkpoint their keys yet
+        elif source and not is_adopted:
+            set_first_rows(table.head, source)
+    if not is_adopted:
         _set_savepoint(components, 0)
 
 

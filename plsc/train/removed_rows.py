@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError
-from plsc.files import read_json
+from plsc.errors import UsageError
 from plsc.head.host_memory import mapped_file
 from plsc.head.low_precision import scale_name
 from plsc.parallel import Mesh
@@ -25,7 +24,7 @@ from plsc.train.checkpoint import CHECKPOINTS
 from plsc.train.checkpoint_inspection import find_checkpoints
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.named_table import NamedTable
-from plsc.train.table_file import TableFile
+from plsc.train.table_file import TableFile, class_names_beside
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _CLASSES = 16384  # that are compared at a time
@@ -55,10 +54,8 @@ class FormerTable:
             DataError: it cannot be read, or names of another table lie beside it.
         """
         if path.suffix == ".safetensors":
-            file, names = TableFile(path), class_names_beside(path)
-            if len(names) != file.classes:
-                raise DataError(f"{path} holds {file.classes:,} classes, and names of {len(names):,} lie beside it")
-            return [cls(path, names, file.columns())]
+            file = TableFile(path)
+            return [cls(path, class_names_beside(path, file.classes), file.columns())]
         tables = [NamedTable(each, table) for each in find_checkpoints(path)]
         if tables[0].in_files:
             raise UsageError(f"rows of {path} lie in files (head.journal): give a .safetensors of plsc table export")
@@ -84,25 +81,6 @@ def _as_kept(rows: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
     yield rows
     values = rows.float() if scales is None else rows.float() * scales.float()[:, None]
     yield from (values.to(dtype) for dtype in (torch.float32, torch.bfloat16) if dtype != rows.dtype)
-
-
-def class_names_beside(path: Path) -> list[list[str]]:
-    """The names of each class of an exported table, which lie beside it as NAME.json.
-
-    Raises:
-        UsageError: there is no such file.
-        DataError: it holds no names.
-    """
-    names = path.with_suffix(".json")
-    if not names.exists():
-        raise UsageError(f"{path} has no names of its classes beside it ({names}); export a table whose classes have")
-    content = read_json(names)
-    listed = content.get("classes") if isinstance(content, dict) else None
-    if not isinstance(listed, list) or not all(
-        isinstance(each, list) and all(isinstance(name, str) for name in each) for each in listed
-    ):
-        raise DataError(f"{names} holds no names of classes; use another copy")
-    return listed
 
 
 class RemovedRows:

@@ -182,14 +182,21 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
     Returns:
         The file, ``{"classes": [[name, …], …]}`` in the order of the rows; None where classes are numbers of the data.
     """
+    if (names := class_names(path, table)) is None:
+        return None
+    write_json(out.with_suffix(".json"), {"classes": names})
+    return out.with_suffix(".json")
+
+
+def class_names(path: Path, table: str = "") -> list[list[str]] | None:
+    """The names of each class of the table of a checkpoint; None where classes are numbers of the data."""
     prefix = f"keys.{table}." if table else "keys."
     state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
     if "name_bytes" not in state:
         return None
     keys = KeyMap()
     keys.load_state(state, [0])
-    write_json(out.with_suffix(".json"), {"classes": keys.names_of_classes()})
-    return out.with_suffix(".json")
+    return keys.names_of_classes()
 
 
 def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, first_line
-from plsc.files import atomic_write, pinned
+from plsc.errors import DataError, UsageError, first_line
+from plsc.files import atomic_write, pinned, read_json
 from plsc.regular_files import open_regular
 from plsc.train.checkpoint_writer import write_errors
 
@@ -113,3 +113,24 @@ class TableFile:
     def columns(self) -> dict[str, Tensor]:
         """All that the file holds, as it is stored: the weight and the optimizer's tables by their names."""
         return {name: self._tensors.get_tensor(name) for name in self._tensors.keys()}  # noqa: SIM118 (no dict)
+
+
+def class_names_beside(path: Path, classes: int) -> list[list[str]]:
+    """The names of each of the ``classes`` of an exported table, which lie beside it as NAME.json.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it holds no names, or those of another table.
+    """
+    names = path.with_suffix(".json")
+    if not names.exists():
+        raise UsageError(f"{path} has no names of its classes beside it ({names}); export a table whose classes have")
+    content = read_json(names)
+    listed = content.get("classes") if isinstance(content, dict) else None
+    if not isinstance(listed, list) or not all(
+        isinstance(each, list) and all(isinstance(name, str) for name in each) for each in listed
+    ):
+        raise DataError(f"{names} holds no names of classes; use another copy")
+    if len(listed) != classes:
+        raise DataError(f"{path} holds {classes:,} classes, and names of {len(listed):,} lie beside it")
+    return listed
