@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _WORDS_OF_THE_HEAD = {
     "averaging_period": "parallel.head_averaging_period",
     "clip the backbone's alone": "leave optim.clip_head out",
-    "a head whose classes come and go takes": "with head.max_classes, a table takes",
 }
 
 
@@ -184,10 +183,6 @@ class HeadConfig:
 
     def _check_coming_classes(self, run: "Config") -> None:
         """Raise UsageError where other keys need all classes from the beginning."""
-        from plsc.head.dynamic_head import refuse_fixed
-
-        period = run.parallel.head_averaging_period
-        refuse_fixed({"averaging_period": period})
         for axis in ("tp", "pp"):
             if (ranks := getattr(run.parallel, axis)) > 1:
                 raise UsageError(f"head.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out")

@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.head.class_table import ClassRows, ClassTable, renew_norms
+from plsc.errors import DataError
+from plsc.head.class_table import ClassRows, ClassTable, class_range, renew_norms
 from plsc.head.key_map import Keys
 
 
@@ -69,3 +70,24 @@ def evenly_placed(number: int, counts: Sequence[int]) -> tuple[NDArray[np.int32]
         heapq.heapreplace(heap, (count + 1, shard))
         after[shard] += 1
     return shards, classes, after
+
+
+def shares(total: int, shards: int, capacity: int, had: Tensor | None = None) -> list[int]:
+    """How many of ``total`` classes each of the shards has that are read from a checkpoint.
+
+    Args:
+        total: classes.
+        shards: of this run.
+        capacity: of a shard.
+        had: classes of each shard whose rows are where they were, (shards,); None, or of another number of shards: rows
+            come anew, and the shards get even shares.
+
+    Raises:
+        DataError: such shards cannot be.
+    """
+    if had is None or had.numel() != shards:
+        return [stop - first for first, stop in (class_range(total, shard, shards) for shard in range(shards))]
+    counts: list[int] = had.long().reshape(-1).tolist()
+    if min(counts) < 0 or max(counts) > capacity or sum(counts) != total:
+        raise DataError("these are no keys of a class table in these files; use another copy")
+    return counts

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.arguments import as_integer
-from plsc.errors import DataError, UsageError
+from plsc.errors import UsageError
 from plsc.head.agreed_keys import any_lack, are_fit, same_keys
-from plsc.head.class_table import SMALLEST_NORM, TableShape, class_range
-from plsc.head.dense_rows import DenseRows, evenly_placed
+from plsc.head.class_table import SMALLEST_NORM, TableShape
+from plsc.head.dense_rows import DenseRows, evenly_placed, shares
 from plsc.head.first_rows import FirstRows
 from plsc.head.frozen_rows import FrozenKeys, FrozenRows
 from plsc.head.key_map import KeyMap, Keys
@@ -29,9 +29,6 @@ from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_r
 from plsc.parallel.mesh import Mesh
 
 _NO_LABEL = -1
-_FIXED = {
-    "averaging_period": (1, "replicas that part would have to insert alike"),
-}
 
 
 class DynamicHead(ShardedHead):
@@ -61,7 +58,8 @@ class DynamicHead(ShardedHead):
         admit_after: samples of a key that are seen before it gets a row; until then they have no label.
         expire_after: training batches without a sample of a key after which it is removed; None: it stays. Looked
             after every tenth part of so many, where no batch waits for the optimizer. Moves 8 bytes more per sample.
-        **options: :class:`plsc.ShardedHead`'s others, but ``averaging_period`` and ``update="autograd"``.
+        **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
+            (``averaging_period``) are averaged before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
             ``frozen_rows`` is "all", FILE.txt of names (:meth:`use_names`), one a line, or keys: their classes keep
             what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
             and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
@@ -85,7 +83,6 @@ class DynamicHead(ShardedHead):
         expire_after: int | None = None,
         **options: Any,
     ) -> None:
-        refuse_fixed(options)
         if options.get("update", "fused") != "fused":
             raise UsageError('a head whose classes come and go is updated by its own optimizers: leave update="fused"')
         if first_rows not in ("mean", "random"):
@@ -295,6 +292,7 @@ class DynamicHead(ShardedHead):
         gone = np.unique(same_keys(self.mesh, keys))
         shards, classes = self._rows_of_all(gone)
         self._refuse_while_batches_wait("classes")
+        self._make_replicas_equal()
         self.key_map.discard(gone)
         counts = list(self._counts)
         for shard in np.unique(shards).tolist():
@@ -316,6 +314,7 @@ class DynamicHead(ShardedHead):
         """
         others = np.setdiff1d(same_keys(self.mesh, sources), [into])
         named = same_keys(self.mesh, [into, *others.tolist()])
+        self._make_replicas_equal()
         rows = self.rows_of(named.tolist()).double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
         mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
@@ -338,7 +337,9 @@ class DynamicHead(ShardedHead):
             UsageError: ``key`` has no row, or is among the others; one of them is of another class; ranks differ; there
                 is no room.
         """
-        new, rows = np.unique(same_keys(self.mesh, into)), self.rows_of([key])
+        new = np.unique(same_keys(self.mesh, into))
+        self._make_replicas_equal()
+        rows = self.rows_of([key])
         (own,) = self._classes_of(np.array([key]))
         classes = self._classes_of(new)
         self._refuse_known(new[(classes != _NO_LABEL) & (classes != own) | (new == key)])
@@ -400,6 +401,12 @@ class DynamicHead(ShardedHead):
         if len(known):
             raise UsageError(f"the key {known[0]} has a row in the head already")
 
+    def _make_replicas_equal(self) -> None:
+        """Average replicas that step by themselves, before their classes are read, go or move; all ranks call."""
+        if self.softmax.exchange.steps_apart:
+            self._refuse_while_batches_wait("classes")
+            self.softmax.exchange.settle()
+
     def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
         """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
         targets = free[free < count]
@@ -441,28 +448,13 @@ class DynamicHead(ShardedHead):
         total = int(state["classes"].max()) + 1 if "classes" in state and len(state["classes"]) else 0
         if total > self.max_classes:
             raise UsageError(f"max_classes = {self.max_classes:,} is too few for the {total:,} classes that are stored")
-        counts = self._counts_of(state, total)
+        had = state.get("counts") if self.undo_journal is not None else None
+        counts = shares(total, self.mesh.head.world_size, self._shard_capacity, had)
+        self._make_replicas_equal()
         self.key_map.load_state(state, np.cumsum([0, *counts])[:-1].tolist())
         self._resize(counts)
         self.use_names(self._names)
 
-    def _counts_of(self, state: Mapping[str, Tensor], total: int) -> list[int]:
-        """How many of ``total`` classes each shard has: as many as it had, or as an even share gives it."""
-        shards = self.mesh.head.world_size
-        had = state["counts"].long().reshape(-1).tolist() if "counts" in state else []
-        if self.undo_journal is None or len(had) != shards:
-            return [stop - first for first, stop in (class_range(total, shard, shards) for shard in range(shards))]
-        if min(had) < 0 or max(had) > self._shard_capacity or sum(had) != total:
-            raise DataError("these are no keys of a class table in these files; use another copy")
-        return had
-
     def extra_repr(self) -> str:
         """For print()."""
         return f"{super().extra_repr()}, at most {self.max_classes} classes"
-
-
-def refuse_fixed(options: Mapping[str, Any]) -> None:
-    """Raise UsageError where arguments of a head are those that a table of one size takes alone."""
-    for name, (default, why) in _FIXED.items():
-        if options.get(name, default) != default:
-            raise UsageError(f"a head whose classes come and go takes no {name}: {why}")

@@ -40,11 +40,14 @@ class Rows:
         self.classes[key] = own = next(self.numbers)
         self.rows[own], self.momentum[own] = row.clone(), torch.zeros_like(row)
 
-    def step(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def meet(self, x: torch.Tensor, keys: torch.Tensor) -> None:
         for key in set(keys.tolist()) - self.classes.keys():
             units = x[keys == key].float()
             mean = (units / units.norm(dim=1, keepdim=True)).double().mean(0)
             self.insert(key, (mean / mean.norm() * 0.01 * math.sqrt(DIM))[None])
+
+    def step(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        self.meet(x, keys)
         order = sorted(self.rows)
         weight = torch.cat([self.rows[each] for each in order]).requires_grad_()
         labels = torch.tensor([order.index(self.classes[key]) for key in keys.tolist()])
@@ -178,6 +181,70 @@ def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, he
         assert relative_error(rows, want) < 1e-6
         assert live == len(oracle.rows)
         assert sum(counts) == len(oracle.classes)
+
+
+def averaged(steps: int, period: int) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Two groups, six samples each, that step by themselves and are averaged, before classes go or change too."""
+    groups, losses, count = [Rows(), Rows()], [], 0
+    for step in range(steps):
+        x, keys = batch(step)
+        for group in groups:
+            group.meet(x, keys)
+        parts = zip(groups, x.split(6), keys.split(6), strict=True)
+        losses.append(torch.stack([group.step(*part) for group, *part in parts]).mean())
+        count += 1
+        changes = changes_after(step, set(groups[0].classes))
+        if count == period or {name for name, *_ in changes} & {"remove", "merge", "split"}:
+            count = 0
+            for values in ([group.rows for group in groups], [group.momentum for group in groups]):
+                for each in values[0]:
+                    values[0][each] = values[1][each] = (values[0][each] + values[1][each]) / 2
+        for group in groups:
+            for name, *arguments in changes:
+                if name == "insert":
+                    for key in arguments[0]:
+                        group.insert(key, given_row(key))
+                else:
+                    getattr(group, name)(*arguments)
+    return losses, groups
+
+
+@pytest.mark.parametrize("placement", ["device", "mmap"])
+def test_groups_that_step_by_themselves_are_averaged_before_classes_go(ranks, tmp_path, placement):
+    placed = {"placement": f"mmap:{tmp_path / 'table'}", "chunk_classes": 5}
+    options = placed if placement == "mmap" else {}
+    losses, groups = averaged(11, 4)
+    found = ranks(4, train, [5, 1, 0, 6], 11, {**options, "averaging_period": 4}, head_ranks=2)
+    assert not torch.equal(found[0][2], found[3][2])  # the last average was some steps ago
+    for rank, (mine, keys, rows, _, live) in enumerate(found):
+        oracle = groups[rank // 2]
+        assert relative_error(torch.stack(mine), torch.stack(losses)) < 1e-7
+        assert keys.tolist() == sorted(oracle.classes)
+        want = torch.stack([oracle.rows[oracle.classes[key]] for key in keys.tolist()])
+        assert relative_error(rows, want) < 1e-6
+        assert live == len(oracle.rows)
+
+
+def late_averages(mesh, placement, rate):
+    """This rank's rows and state once replicas are made equal, where classes come while an average is under way."""
+    options = {**LOW, "averaging_period": 3, "staleness": 2, "placement": placement, "sample_rate": rate}
+    head = plsc.DynamicHead(DIM, 120, mesh, ARC, expire_after=3, **options)
+    optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    for step in range(8):
+        x, keys = (part.split([7, 5])[mesh.rank] for part in batch(step))
+        train_step(head, optimizer, x.float(), keys)
+    held = head.num_classes
+    optimizer.average_replicas()
+    rows = [shard.blocks[0].local for shard in (head.sharded_state() | optimizer.sharded_state()).values()]
+    return held, [each.clone() for each in rows]
+
+
+@pytest.mark.parametrize(("placement", "rate"), [("host", 1.0), ("host", 0.4), ("mmap", 1.0)])
+def test_replicas_are_equal_after_late_averages_of_a_growing_table(ranks, tmp_path, placement, rate):
+    placement = placement if placement == "host" else f"mmap:{tmp_path / 'table'}"
+    (held, one), (_, other) = ranks(2, late_averages, placement, rate, head_ranks=1)
+    assert held > 12
+    assert all(torch.equal(*pair) and pair[0].float().isfinite().all() for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
@@ -441,7 +508,6 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, case, message):
     "options",
     [
         {"frozen_rows": "0:4"},
-        {"averaging_period": 3},
         {"update": "autograd"},
         {"first_rows": "zeros"},
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
+from support.tiny_runs import Killable, assert_same_losses, refusal, run, run_until, stored
 
 from plsc.errors import UsageError
 from plsc.files import read_json
@@ -94,6 +94,21 @@ def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ran
     ranks(1, run, tmp_path / "one", {**changes, "checkpoint.every_steps": 2})
     ranks(2, run, tmp_path / "two", {**changes, "data.batch_size": 6, "checkpoint.every_steps": 2})
     assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-3)
+
+
+def test_groups_that_are_averaged_go_on_after_a_checkpoint_as_others(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {
+        **DYNAMIC,
+        "steps": 9,
+        "data.batch_size": 5,
+        "head.expire_after": 2,
+        "head_ranks": 1,
+        "parallel.head_averaging_period": 3,
+    }
+    ranks(2, run, tmp_path / "whole", changes, head_ranks=1)
+    ranks(2, run_until, tmp_path / "stopped", changes, None, 4, head_ranks=1)  # where the other has a checkpoint too
+    ranks(2, run, tmp_path / "stopped", changes, "auto", head_ranks=1)
+    assert_same_losses(tmp_path / "stopped", tmp_path / "whole", rel=0)
 
 
 def in_files(run: Path, name: str, row: torch.Tensor) -> list[Path]:
