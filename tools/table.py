@@ -174,7 +174,8 @@ def _rows_found(
     if not found:
         show(f"no row of {counted(len(rows.classes), 'removed class')} is in any of {counted(len(files), 'file')}")
     if rows.skipped:
-        show(f"  not looked for: {counted(rows.skipped, 'row')} of few values, or with the bytes of a class that stays")
+        why = "of few values or bytes, or as a class that stays has"
+        show(f"  not looked for: {counted(rows.skipped, 'row')} {why}")
     return found
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from plsc.regular_files import open_regular
 
 _READ_BYTES = 8 << 20  # at a time
-_ANCHOR_BYTES = 8  # of a string, by which places are found that may hold all of it
+LEAST_BYTES = 8  # of a string: by so many of them, places are found that may hold all of it
 _HASH_BITS = 20
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -30,9 +30,9 @@ class ByteSearch:
         self._wanted: dict[int, list[tuple[int, bytes]]] = {}  # by anchor: its place in the string, the string
         self._longest = 1
         for text in wanted:
-            if len(text) >= _ANCHOR_BYTES:
+            if len(text) >= LEAST_BYTES:
                 place = _telling_place(text)
-                anchor = int.from_bytes(text[place : place + _ANCHOR_BYTES], "little")
+                anchor = int.from_bytes(text[place : place + LEAST_BYTES], "little")
                 self._wanted.setdefault(anchor, []).append((place, text))
                 self._longest = max(self._longest, len(text))
         self._anchors = np.array(sorted(self._wanted), np.uint64)
@@ -49,15 +49,15 @@ class ByteSearch:
     def found(self, content: bytes) -> set[bytes]:
         """The strings that ``content`` holds, at whatever places."""
         found: set[bytes] = set()
-        for shift in range(_ANCHOR_BYTES if len(self._anchors) else 0):
-            count = (len(content) - shift) // _ANCHOR_BYTES
+        for shift in range(LEAST_BYTES if len(self._anchors) else 0):
+            count = (len(content) - shift) // LEAST_BYTES
             if count < 1:
                 break
             numbers = np.frombuffer(content, "<u8", count, shift)
             places = np.flatnonzero(self._may_be[_hashed(numbers)])
             for place in places[np.isin(numbers[places], self._anchors)].tolist():
                 for before, text in self._wanted[int(numbers[place])]:
-                    start = shift + place * _ANCHOR_BYTES - before
+                    start = shift + place * LEAST_BYTES - before
                     if start >= 0 and content.startswith(text, start):
                         found.add(text)
         return found
@@ -69,5 +69,5 @@ def _hashed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _telling_place(text: bytes) -> int:
     """Where the 8 bytes of ``text`` begin that are the least like zeros."""
-    places = range(0, len(text) - _ANCHOR_BYTES + 1, _ANCHOR_BYTES)
-    return max(places, key=lambda place: len(set(text[place : place + _ANCHOR_BYTES])))
+    places = range(0, len(text) - LEAST_BYTES + 1, LEAST_BYTES)
+    return max(places, key=lambda place: len(set(text[place : place + LEAST_BYTES])))

@@ -19,7 +19,7 @@ from plsc.errors import UsageError
 from plsc.head.host_memory import mapped_file
 from plsc.head.low_precision import scale_name
 from plsc.parallel import Mesh
-from plsc.train.byte_search import ByteSearch
+from plsc.train.byte_search import LEAST_BYTES, ByteSearch
 from plsc.train.checkpoint import CHECKPOINTS
 from plsc.train.checkpoint_inspection import find_checkpoints
 from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -53,6 +53,8 @@ class FormerTable:
             UsageError: there is none, or its classes have no names.
             DataError: it cannot be read, or names of another table lie beside it.
         """
+        if not path.exists():
+            raise UsageError(f"there is no {path}; give a run, a checkpoint or a .safetensors from before the removal")
         if path.suffix == ".safetensors":
             file = TableFile(path)
             return [cls(path, class_names_beside(path, file.classes), file.columns())]
@@ -93,7 +95,8 @@ class RemovedRows:
 
     Attributes:
         classes: the names of those that are searched for.
-        skipped: rows that are not: a class that stays has the same bytes, or they are of few values, such as zeros.
+        skipped: rows that are not: a class that stays has the same bytes, or they are of few values, such as zeros, or
+            of less than 8 bytes.
 
     Raises:
         UsageError: a name is in none of ``former``; or no class of them was removed.
@@ -121,7 +124,7 @@ class RemovedRows:
             for column, rows in table.rows_of(classes)
             for owner, row in zip(owners, rows.numpy(), strict=True)
         }
-        telling = {row: of for row, of in found.items() if len(set(row)) >= _LEAST_VALUES}
+        telling = {row: of for row, of in found.items() if len(set(row)) >= _LEAST_VALUES and len(row) >= LEAST_BYTES}
         search, others = ByteSearch(telling), np.setdiff1d(np.arange(len(table.names)), classes)
         for start in range(0, len(others), _CLASSES):
             for _, rows in table.rows_of(others[start : start + _CLASSES]):

@@ -87,6 +87,10 @@ def test_what_tells_nothing_is_counted_and_not_looked_for(tmp_path: Path) -> Non
     assert removed.skipped == 4  # as they are and in bfloat16: one as a's, which stays, one of a single value
     (tmp_path / "all").write_bytes(rows.numpy().tobytes())
     assert removed.found_in([tmp_path / "all"]) == []
+    narrow = RemovedRows([former(rows[:, :1], [["a"], ["b"], ["c"], ["d"]])], [], [])
+    assert narrow.skipped == 6  # of four bytes or two: a's and b's are one
+    with pytest.raises(UsageError, match="there is no elsewhere"):
+        FormerTable.opened(Path("elsewhere.safetensors"))
     with pytest.raises(UsageError, match="every class of before is still there"):
         RemovedRows([former(rows, [["a"], ["b"], ["c"], ["d"]])], [], ["a", "b", "c", "d", "x"])
     with pytest.raises(UsageError, match="before has no class z"):
