@@ -10,7 +10,9 @@ Of tables whose classes are known by name (head.max_classes), while no training 
   plsc table info runs/faces --names                   the names of the classes that have a row
   plsc table remove runs/faces Ada "Jan Novak"         from every checkpoint of the run: nothing of them is kept
   plsc table check runs/faces Ada "Jan Novak"          exits with 1 where a file of the run still names them
+  plsc table check runs/faces --removed BEFORE         likewise where one holds a row that BEFORE had of a class gone
   plsc table merge runs/faces Ada_2 Ada_3 --into Ada   the names become one class, of their rows' mean direction
+  plsc table split runs/faces Ada --into Ada_2 Ada_3   classes of their own, that begin with the row of Ada
   plsc table rename runs/faces Ada Lovelace
   plsc table add runs/faces --from runs/other          rows of the classes that are missing here, by name
 
@@ -44,7 +46,7 @@ _FORMATS = ("safetensors", "arcface_torch", "arcface_torch-2021")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = add_actions(parser, "info|export|import|remove|check|merge|rename|add")
+    actions = add_actions(parser, "info|export|import|remove|check|merge|split|rename|add")
     info = add_action(actions, "info", _info, "describe the table: rows, types, norms, files")
     export = add_action(actions, "export", _export, "write the table as a file, or shards", replaces="OUT, --json")
     joining = add_action(actions, "import", _import, "join arcface_torch's shards", replaces="OUT, --json")
@@ -73,16 +75,25 @@ def _configure_changes(actions: Any, *others: argparse.ArgumentParser) -> None:
     remove = add_action(actions, "remove", _remove, "remove classes from all checkpoints")
     check = add_action(actions, "check", _check, "tell whether any file still holds classes")
     merge = add_action(actions, "merge", _merge, "let names be of one class")
+    split = add_action(actions, "split", _split, "make classes of names, with the row of another")
     rename = add_action(actions, "rename", _rename, "give a class another name")
     adding = add_action(actions, "add", _add, "take rows of another run by name")
-    for action in (remove, check, merge, rename, adding):
+    for action in (remove, check, merge, split, rename, adding):
         action.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
         action.add_argument("--table", metavar="NAME", default="", help="one of several class tables")
         add_verify_option(action)
     for action in (remove, check, merge, adding):
         action.add_argument("names", nargs="*", metavar="NAME", help="of classes")
         action.add_argument("--names", dest="file", type=Path, metavar="FILE", help="more names, one a line")
+    text = "copies from before the removal (runs, checkpoints, .safetensors of plsc table export): the rows and the "
+    text += "optimizer's state that these have of the classes, without names of all that are gone, are looked for too"
+    check.add_argument("--removed", type=Path, nargs="+", default=[], metavar="BEFORE", help=text)
+    text = "files and folders that are looked through beside the run's own, such as exports"
+    check.add_argument("--files", type=Path, nargs="+", default=[], metavar="PATH", help=text)
     merge.add_argument("--into", required=True, metavar="NAME", help="the class that they become")
+    split.add_argument("name", metavar="NAME", help="the class")
+    text = "new names, or names that share the class by a merge: each is a class of its own then"
+    split.add_argument("--into", required=True, nargs="+", metavar="NAME", help=text)
     rename.add_argument("old", metavar="OLD", help="the class")
     rename.add_argument("new", metavar="NEW", help="its name from now on")
     text = "the run or checkpoint to take rows of; without names, all that are missing"
@@ -112,6 +123,7 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.checkpoint import CHECKPOINTS
     from plsc.train.checkpoint_inspection import find_checkpoints
     from plsc.train.named_table import NamedTable, forget_names, other_copies
+    from plsc.train.removed_rows import table_files
 
     names, paths = _names(args), find_checkpoints(args.path)
     NamedTable(paths[-1], args.table).check_names(names)  # before anything changes; older ones may lack some
@@ -125,7 +137,7 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     run = paths[0].parent.parent
     if paths[0].parent.name == CHECKPOINTS:
         forget_names(run, names)
-        for copy in other_copies(run):
+        for copy in (*other_copies(run), *table_files(paths[-1])):
             show(f"{copy} was not changed: delete it, or it keeps them")
     return {"checkpoints": [str(path) for path in paths], "removed": names}
 
@@ -133,18 +145,48 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.checkpoint_inspection import find_checkpoints
     from plsc.train.named_table import find_names
+    from plsc.train.removed_rows import files_of_run
 
-    found = find_names(find_checkpoints(args.path), _names(args), args.table)
-    for path, name in found:
-        show(f"{path}: holds {name}")
+    paths, names = find_checkpoints(args.path), _names(args, least=0 if args.removed else 1)
+    files = files_of_run(paths, args.files)
+    found = [
+        {"file": str(path), "name": name, "holds": "name"} for path, name in find_names(paths, names, files, args.table)
+    ]
+    for each in found:
+        show(f"{each['file']}: holds {each['name']}")
+    if not found and names:
+        show(f"none of the names is in any of {counted(len(files), 'file')}")
+    return {"found": found + (_rows_found(args, names, paths, files) if args.removed else [])}
+
+
+def _rows_found(
+    args: argparse.Namespace, names: list[str], paths: list[Path], files: list[Path]
+) -> list[dict[str, str]]:
+    """What ``files`` hold of rows that the copies from before have."""
+    from plsc.train.named_table import NamedTable
+    from plsc.train.removed_rows import FormerTable, RemovedRows
+
+    former = [table for path in args.removed for table in FormerTable.opened(path, args.table)]
+    rows = RemovedRows(former, names, NamedTable(paths[-1], args.table).names)
+    found = [{"file": str(path), "name": name, "holds": column} for path, name, column in rows.found_in(files)]
+    for each in found:
+        show(f"{each['file']}: holds the {each['holds']} of {each['name']}")
     if not found:
-        show("none of the names is in any file")
-    return {"found": [{"file": str(path), "name": name} for path, name in found]}
+        show(f"no row of {counted(len(rows.classes), 'removed class')} is in any of {counted(len(files), 'file')}")
+    if rows.skipped:
+        why = "of few values or bytes, or as a class that stays has"
+        show(f"  not looked for: {counted(rows.skipped, 'row')} {why}")
+    return found
 
 
 def _merge(args: argparse.Namespace) -> dict[str, Any]:
     names = _names(args)
     return _changed(args, lambda table: table.merge(names, args.into), f"{', '.join(names)} are of {args.into} now")
+
+
+def _split(args: argparse.Namespace) -> dict[str, Any]:
+    said = f"{', '.join(args.into)} begin with the row of {args.name}"
+    return _changed(args, lambda table: table.split(args.name, args.into), said)
 
 
 def _rename(args: argparse.Namespace) -> dict[str, Any]:

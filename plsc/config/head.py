@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _WORDS_OF_THE_HEAD = {
     "averaging_period": "parallel.head_averaging_period",
     "clip the backbone's alone": "leave optim.clip_head out",
-    "a head whose classes come and go takes": "with head.max_classes, a table takes",
 }
 
 
@@ -64,7 +63,8 @@ class HeadConfig:
         sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
             classes of the batch alone.
         init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, a
-            .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise.
+            .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise. With max_classes,
+            rows by name: of a run too, and of files that have the names beside them.
         positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
             (excluded), or are in it as negatives (kept).
         label_reduction: What the losses of a picture's labels become: their mean, or their sum.
@@ -81,7 +81,8 @@ class HeadConfig:
         expire_after: Steps without a picture of a class after which it is removed from the table; unset: it stays; with
             max_classes.
         frozen_rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first
-            that trains), or FILE.npy of class numbers; unset: none.
+            that trains), or FILE.npy of class numbers; with max_classes, all or FILE.txt of names, one a line; unset:
+            none.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
         momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
             momentum.
@@ -182,12 +183,6 @@ class HeadConfig:
 
     def _check_coming_classes(self, run: "Config") -> None:
         """Raise UsageError where other keys need all classes from the beginning."""
-        from plsc.head.dynamic_head import refuse_fixed
-
-        period = run.parallel.head_averaging_period
-        refuse_fixed({"journal": self.journal, "frozen_rows": self.frozen_rows, "averaging_period": period})
-        if self.init_rows:
-            raise UsageError("head.max_classes and head.init_rows exclude each other: rows of a file have no names")
         for axis in ("tp", "pp"):
             if (ranks := getattr(run.parallel, axis)) > 1:
                 raise UsageError(f"head.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out")

@@ -362,10 +362,13 @@ class ClassTable:
     def row_tensors(self) -> list[Tensor]:
         """Weights, 1/norms and optimizers' tables, each with a row or a number for each row, to be changed in place.
 
-        :meth:`norms_are_current` is to be called after that.
+        :meth:`will_change` is to be called before that, and :meth:`norms_are_current` after it.
         """
         states = [table.tensors(name).values() for state in self._states for name, table in state.tables.items()]
         return [self.parameter.detach(), self._inverse_norm, *(tensor for tensors in states for tensor in tensors)]
+
+    def will_change(self, rows: Tensor) -> None:
+        """Take note that ``rows`` (n,) of :meth:`row_tensors` are about to change."""
 
     def _use(self, rows: int) -> None:
         assert self._reserved is not None

@@ -5,9 +5,7 @@ visits consecutive rows as in a fixed table, none is copied when the table grows
 not taken from the system (but by a GPU). Where a class goes, the shard's last one takes its place.
 """
 
-import heapq
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,20 +17,18 @@ from torch import Tensor
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.head.class_table import SMALLEST_NORM, ClassRows, TableShape, class_range, renew_norms
+from plsc.head.agreed_keys import any_lack, are_fit, same_keys
+from plsc.head.class_table import SMALLEST_NORM, TableShape
+from plsc.head.dense_rows import DenseRows, evenly_placed, shares
+from plsc.head.first_rows import FirstRows
+from plsc.head.frozen_rows import FrozenKeys, FrozenRows
 from plsc.head.key_map import KeyMap, Keys
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import Margin
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-_STD = 0.01  # of a row's numbers at its beginning, as in a fixed table
 _NO_LABEL = -1
-_FIXED = {
-    "journal": (False, "savepoints hold a table of one size"),
-    "frozen_rows": (None, "they are numbers of classes"),
-    "averaging_period": (1, "replicas that part would have to insert alike"),
-}
 
 
 class DynamicHead(ShardedHead):
@@ -62,8 +58,11 @@ class DynamicHead(ShardedHead):
         admit_after: samples of a key that are seen before it gets a row; until then they have no label.
         expire_after: training batches without a sample of a key after which it is removed; None: it stays. Looked
             after every tenth part of so many, where no batch waits for the optimizer. Moves 8 bytes more per sample.
-        **options: :class:`plsc.ShardedHead`'s others, but ``journal``, ``frozen_rows``, ``averaging_period`` and
-            ``update="autograd"``.
+        **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
+            (``averaging_period``) are averaged before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
+            ``frozen_rows`` is "all", FILE.txt of names (:meth:`use_names`), one a line, or keys: their classes keep
+            what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
+            and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
 
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
@@ -84,7 +83,6 @@ class DynamicHead(ShardedHead):
         expire_after: int | None = None,
         **options: Any,
     ) -> None:
-        refuse_fixed(options)
         if options.get("update", "fused") != "fused":
             raise UsageError('a head whose classes come and go is updated by its own optimizers: leave update="fused"')
         if first_rows not in ("mean", "random"):
@@ -94,6 +92,7 @@ class DynamicHead(ShardedHead):
         self.expire_after = expire_after
         if expire_after is not None:
             self.expire_after = as_integer(expire_after, "the head's expire_after", 1)
+        self._frozen_keys: FrozenKeys | None = None
         super().__init__(dim, max_classes, mesh, margin, **options)
         if self.admit_after > 1 and self.margin.changes_negatives:
             raise UsageError(
@@ -101,6 +100,8 @@ class DynamicHead(ShardedHead):
                 f"{self.admit_after} some have none: leave it out, or take another margin"
             )
         self.first_rows, self.key_map = first_rows, KeyMap()
+        self._first = FirstRows(self.dim, self.centers, self.seed)
+        self._rows = DenseRows(self.softmax.table)
         self._names: Sequence[str] | None = None
         self._label_keys: Keys | None = None
         self._counts = [0] * self.mesh.head.world_size  # classes of each shard
@@ -117,6 +118,18 @@ class DynamicHead(ShardedHead):
     @property
     def _shard_capacity(self) -> int:
         return -(-self.max_classes // self.mesh.head.world_size)
+
+    def _frozen(self, value: str | Sequence[int] | Tensor) -> FrozenRows:
+        self._frozen_keys = FrozenKeys(value)
+        are_all, rows = self._frozen_keys.are_all, self._shard_capacity * self.centers
+        return FrozenRows(torch.full((rows,), are_all, device=self.mesh.device), are_all)
+
+    def _renew_frozen(self) -> None:
+        """Let the rows that frozen keys have now be frozen."""
+        frozen, keys = self.softmax.table.frozen, self._frozen_keys
+        if frozen is not None and keys is not None and not keys.are_all:
+            shards, classes = self.key_map.find(keys.among(self.key_map))
+            frozen.set_classes(classes[shards == self.mesh.head.rank], self.centers)
 
     def _table_shape(self, shape: TableShape) -> TableShape:
         capacity = self._shard_capacity * self.centers
@@ -144,7 +157,7 @@ class DynamicHead(ShardedHead):
             UsageError: a key is negative, on whatever rank; there is no room for another class; or as
                 :meth:`plsc.ShardedHead.forward`.
         """
-        keys = self._keys_of(labels) if _are_fit(embeddings, labels) else None
+        keys = self._keys_of(labels) if are_fit(embeddings, labels) else None
         lacking = self._agreed_to_lack(keys)
         if keys is not None and self.training and torch.is_grad_enabled():
             if lacking:
@@ -163,11 +176,21 @@ class DynamicHead(ShardedHead):
             names: of a data set's classes, such as ``dataset.class_names``; None: labels are keys.
         """
         self._names, self._label_keys = names, None if names is None else self.key_map.keys_of(names)
+        self._renew_frozen()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those that labels are places in; none where labels are keys."""
+        return self._names or ()
 
     def numbers_of(self, labels: Tensor) -> Tensor:
         """Return the class numbers of ``labels`` (any shape), int64 on the CPU, -1 where a key has no row."""
-        shards, classes = self.key_map.find(self._keys_of(labels))
-        return torch.from_numpy(np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL))
+        return torch.from_numpy(self._classes_of(self._keys_of(labels)))
+
+    def _classes_of(self, keys: Keys) -> Keys:
+        """The class numbers of ``keys`` (any shape), -1 where a key has no row."""
+        shards, classes = self.key_map.find(keys)
+        return np.where(shards >= 0, shards * np.int64(self._shard_capacity) + classes, _NO_LABEL)
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """As :meth:`plsc.ShardedHead.prefetch`, with the keys of the batch, none of which is inserted yet."""
@@ -185,19 +208,8 @@ class DynamicHead(ShardedHead):
 
     def _agreed_to_lack(self, keys: Keys | None) -> bool:
         """Whether any rank has keys without a row; UsageError on all ranks where one has a negative key."""
-        if keys is None:
-            fact = _MALFORMED
-        elif keys.size and keys.min() < (0 if keys.ndim == 1 else _NO_LABEL):
-            fact = _NEGATIVE
-        else:
-            fact = int(((self.key_map.find(keys)[0] < 0) & (keys >= 0)).sum())
-        facts = [fact for (fact,) in all_gather_numbers([fact], self.mesh)]
-        if _NEGATIVE in facts:
-            raise UsageError(
-                f"rank {facts.index(_NEGATIVE)}: labels are keys from 0 on, or places in the names of use_names(); "
-                "where samples may lack a label, give them as (b, 1), with -1 for none"
-            )
-        return _MALFORMED not in facts and any(facts)
+        lacking = 0 if keys is None else int(((self.key_map.find(keys)[0] < 0) & (keys >= 0)).sum())
+        return any_lack(keys, lacking, self.mesh)
 
     # Classes that come.
 
@@ -211,9 +223,9 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: ranks differ, rows do not fit, or there is no room.
         """
-        wanted = self._same_keys(keys)
+        wanted = same_keys(self.mesh, keys)
         if rows is None:
-            values = self._random_rows(wanted)
+            values = self._first.random(wanted)
         else:
             values = rows.detach().cpu().double().reshape(len(rows), -1, self.dim) if rows.numel() else torch.empty(0)
             if values.shape != (len(wanted), self.centers, self.dim):
@@ -239,17 +251,9 @@ class DynamicHead(ShardedHead):
         if self.admit_after > 1:
             is_new = np.isin(found, new)
             found, vectors = found[is_new], vectors[is_new]
-        self._add(new, self._random_rows(new) if self.first_rows == "random" else self._means(new, found, vectors))
+        by_mean = self.first_rows == "mean"
+        self._add(new, self._first.means(new, found, vectors) if by_mean else self._first.random(new))
         return not is_new.all()
-
-    def _means(self, new: Keys, found: Keys, vectors: NDArray[np.float32]) -> Tensor:
-        """First rows (m, K, D) of ``new`` keys (m,), from all ranks' samples' keys (n,) and unit embeddings (n, D)."""
-        of_sample = np.searchsorted(new, found)
-        # in the order of their bytes: the sum's last bits must not tell which rank had which sample
-        order = sorted(range(len(found)), key=lambda i: (of_sample[i], vectors[i].tobytes()))
-        sums = np.zeros((len(new), self.dim))
-        np.add.at(sums, of_sample[order], vectors[order].astype(np.float64))
-        return self._around(torch.from_numpy(sums), new)
 
     def _expire(self, keys: Keys) -> None:
         """Note that this batch has ``keys``, and remove those that no batch had for long; every rank calls."""
@@ -264,39 +268,14 @@ class DynamicHead(ShardedHead):
             if len(gone):
                 self.remove(gone.tolist())
 
-    def _around(self, directions: Tensor, keys: Keys) -> Tensor:
-        """First rows (m, K, D) float64 of classes whose embeddings have these mean ``directions`` (m, D)."""
-        noise = self._random_rows(keys)
-        lengths = directions.norm(dim=1, keepdim=True)
-        mean = directions / lengths.clamp(min=SMALLEST_NORM) * (_STD * math.sqrt(self.dim))
-        rows = mean[:, None] + noise * (torch.arange(self.centers) > 0)[:, None]
-        return torch.where((lengths > SMALLEST_NORM)[:, None], rows, noise)
-
-    def _random_rows(self, keys: Keys) -> Tensor:
-        """N(0, 0.01²) (m, K, D) float64, from the seed and each key alone."""
-        rows = torch.empty(len(keys), self.centers, self.dim, dtype=torch.float64)
-        for row, key in zip(rows, keys.tolist(), strict=True):
-            row.normal_(std=_STD, generator=torch.Generator().manual_seed((key ^ self.seed * _SEED_FACTOR) % 2**63))
-        return rows
-
     def _add(self, keys: Keys, values: Tensor) -> None:
         """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
-        if self.num_classes + len(keys) > self.max_classes:
-            raise UsageError(
-                f"{len(keys):,} new classes do not fit beside {self.num_classes:,}: max_classes is "
-                f"{self.max_classes:,}; make it larger, or remove classes"
-            )
-        counts, shards, classes = list(self._counts), np.empty(len(keys), np.int32), np.empty(len(keys), np.int64)
-        heap = [(count, shard) for shard, count in enumerate(counts)]
-        heapq.heapify(heap)
-        for place in range(len(keys)):
-            count, shard = heap[0]
-            shards[place], classes[place] = shard, count
-            heapq.heapreplace(heap, (count + 1, shard))
-            counts[shard] += 1
+        self._refuse_beyond_room(len(keys))
+        shards, classes, counts = evenly_placed(len(keys), self._counts)
         self.key_map.add(keys, shards, classes, self.softmax.forwards)
         own = shards == self.mesh.head.rank
         self._resize(counts)
+        self._renew_frozen()
         self._write(classes[own], values[torch.from_numpy(own)])
 
     # Classes that go, or change their keys.
@@ -310,11 +289,11 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ; batches wait for the optimizer.
         """
-        gone = np.unique(self._same_keys(keys))
+        gone = np.unique(same_keys(self.mesh, keys))
         shards, classes = self._rows_of_all(gone)
         self._refuse_while_batches_wait("classes")
+        self._make_replicas_equal()
         self.key_map.discard(gone)
-        self.use_names(self._names)
         counts = list(self._counts)
         for shard in np.unique(shards).tolist():
             free = np.unique(classes[shards == shard])
@@ -323,6 +302,7 @@ class DynamicHead(ShardedHead):
             counts[shard] -= len(free)
             self._close_gaps(shard, free, counts[shard])
         self._resize(counts)
+        self.use_names(self._names)
 
     def merge(self, sources: Tensor | Sequence[int], into: int) -> None:
         """Let the keys ``sources`` be of the class of the key ``into``, whose direction becomes the mean of all.
@@ -332,8 +312,9 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ; batches wait for the optimizer.
         """
-        others = np.setdiff1d(self._same_keys(sources), [into])
-        named = self._same_keys([into, *others.tolist()])
+        others = np.setdiff1d(same_keys(self.mesh, sources), [into])
+        named = same_keys(self.mesh, [into, *others.tolist()])
+        self._make_replicas_equal()
         rows = self.rows_of(named.tolist()).double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
         mean = torch.nn.functional.normalize((rows / lengths).mean(0), dim=1) * lengths[0]
@@ -342,20 +323,29 @@ class DynamicHead(ShardedHead):
         (shard,), (place,) = self.key_map.find(np.array([into]))
         self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place), self.softmax.forwards)
         self.key_map.enter_names(names)
+        self._renew_frozen()
         if shard == self.mesh.head.rank:
             self._write(np.array([place]), mean[None], keeps_state=True)
 
     def split(self, key: int, into: Tensor | Sequence[int]) -> None:
-        """Make classes of the keys ``into``, none of which is there, with the rows of ``key``, which stays.
+        """Make classes of the keys ``into``, with the rows of ``key``, which stays, and no optimizer state.
 
-        Samples of the new keys then tell them apart. Every rank calls with the same.
+        They are new, or share the class of ``key`` so far (:meth:`merge`). Samples of them then tell the classes apart.
+        Every rank calls with the same.
 
         Raises:
-            UsageError: ``key`` has no row, or one of the others has; ranks differ; there is no room.
+            UsageError: ``key`` has no row, or is among the others; one of them is of another class; ranks differ; there
+                is no room.
         """
-        new = self._same_keys(into)
-        self._refuse_known(new)
-        self.insert(torch.from_numpy(new), self.rows_of([key]).expand(len(new), -1, -1))
+        new = np.unique(same_keys(self.mesh, into))
+        self._make_replicas_equal()
+        rows = self.rows_of([key])
+        (own,) = self._classes_of(np.array([key]))
+        classes = self._classes_of(new)
+        self._refuse_known(new[(classes != _NO_LABEL) & (classes != own) | (new == key)])
+        self._refuse_beyond_room(len(new))
+        self.key_map.leave(new)
+        self.insert(torch.from_numpy(new), rows.expand(len(new), -1, -1))
 
     def rename(self, old: int, new: int) -> None:
         """Let the class of the key ``old`` be that of ``new``, which is not there. Every rank calls with the same.
@@ -363,10 +353,11 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: ``old`` has no row, or ``new`` has one; ranks differ.
         """
-        pair = self._same_keys([old, new])
+        pair = same_keys(self.mesh, [old, new])
         self._rows_of_all(pair[:1])
         self._refuse_known(pair[1:])
         self.key_map.renamed(old, new)
+        self._renew_frozen()
 
     def rows_of(self, keys: Tensor | Sequence[int]) -> Tensor:
         """Return the rows (m, K, D) of ``keys`` (m,) in the table's dtype, on the CPU, on every rank; all call.
@@ -374,46 +365,12 @@ class DynamicHead(ShardedHead):
         Raises:
             UsageError: a key has no row; ranks differ.
         """
-        shards, classes = self._rows_of_all(self._same_keys(keys))
+        shards, classes = self._rows_of_all(same_keys(self.mesh, keys))
         weight = self.weight.detach().view(-1, self.centers, self.dim)
         rows = torch.zeros(len(shards), self.centers, self.dim, dtype=weight.dtype)
         own = torch.from_numpy(shards == self.mesh.head.rank)
         rows[own] = weight[torch.from_numpy(classes)[own].to(weight.device)].cpu()
         return all_reduce_sum(rows.to(self.mesh.device), self.mesh.head).cpu()
-
-    def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
-        """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
-        targets = free[free < count]
-        sources = np.setdiff1d(np.arange(count, count + len(free)), free)
-        self.key_map.moved(shard, sources, targets)
-        if shard != self.mesh.head.rank:
-            return
-        table, to_rows = self.softmax.table, self._local_rows
-        table.forget_prefetched()
-        table.inverse_norms()
-        for tensor in table.row_tensors():
-            tensor[to_rows(targets)] = tensor[to_rows(sources)]
-            tensor[count * self.centers :] = 0
-        table.norms_are_current()
-
-    def _write(self, classes: Keys, values: Tensor, *, keeps_state: bool = False) -> None:
-        """Store ``values`` (m, K, D) as rows of this shard's ``classes`` (m,), with state of zeros."""
-        table = self.softmax.table
-        table.forget_prefetched()
-        table.inverse_norms()
-        weight, norms, *state = table.row_tensors()
-        rows = self._local_rows(classes)
-        weight[rows] = values.reshape(-1, self.dim).to(weight.device, weight.dtype)
-        renew_norms(ClassRows(weight, norms), rows)
-        for tensor in state if not keeps_state else ():
-            tensor[rows] = 0
-        table.norms_are_current()
-        for pending in self.softmax.pending.batches:
-            pending.version = table.version
-
-    def _local_rows(self, classes: Keys) -> Tensor:
-        device = self.softmax.table.row_tensors()[0].device
-        return ClassRows(torch.empty(0), torch.empty(0), self.centers).rows_of(torch.from_numpy(classes).to(device))
 
     def _resize(self, counts: list[int]) -> None:
         """Let the shards have so many classes."""
@@ -432,22 +389,37 @@ class DynamicHead(ShardedHead):
             raise UsageError(f"the key {keys[shards < 0][0]} has no row in the head")
         return shards, classes
 
+    def _refuse_beyond_room(self, more: int) -> None:
+        if self.num_classes + more > self.max_classes:
+            raise UsageError(
+                f"{more:,} new classes do not fit beside {self.num_classes:,}: max_classes is {self.max_classes:,}; "
+                "make it larger, or remove classes"
+            )
+
     def _refuse_known(self, keys: Keys) -> None:
         known = keys[self.key_map.find(keys)[0] >= 0]
         if len(known):
             raise UsageError(f"the key {known[0]} has a row in the head already")
 
-    def _same_keys(self, keys: Tensor | Sequence[int]) -> Keys:
-        """``keys`` as an array; UsageError unless they are keys, and every rank's the same."""
-        listed = np.asarray(keys.cpu() if isinstance(keys, Tensor) else keys)
-        is_list = listed.ndim == 1 and (not listed.size or (listed.dtype.kind in "iu" and int(listed.min()) >= 0))
-        found = listed.astype(np.int64) if is_list else np.empty(0, np.int64)
-        facts = all_gather_numbers([is_list, zlib.crc32(found.tobytes()), len(found)], self.mesh)
-        if not all(fact[0] for fact in facts):
-            raise UsageError("keys of classes are a list of integers from 0 on")
-        if facts.count(facts[0]) != len(facts):
-            raise UsageError("ranks name other keys: every rank calls with the same ones")
-        return found
+    def _make_replicas_equal(self) -> None:
+        """Average replicas that step by themselves, before their classes are read, go or move; all ranks call."""
+        if self.softmax.exchange.steps_apart:
+            self._refuse_while_batches_wait("classes")
+            self.softmax.exchange.settle()
+
+    def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
+        """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""
+        targets = free[free < count]
+        sources = np.setdiff1d(np.arange(count, count + len(free)), free)
+        self.key_map.moved(shard, sources, targets)
+        if shard == self.mesh.head.rank:
+            self._rows.move(sources, targets, count)
+
+    def _write(self, classes: Keys, values: Tensor, *, keeps_state: bool = False) -> None:
+        """Store ``values`` (m, K, D) as rows of this shard's ``classes`` (m,), with state of zeros."""
+        self._rows.write(classes, values, keeps_state=keeps_state)
+        for pending in self.softmax.pending.batches:
+            pending.version = self.softmax.table.version
 
     # What is stored.
 
@@ -460,10 +432,14 @@ class DynamicHead(ShardedHead):
         state = self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
         if self.expire_after is None:  # nobody takes note of what batches have: a later run counts from its beginning
             state["seen"].fill_(-1)
+        if self.undo_journal is not None:  # whose rows stay in the files of their shards
+            state["counts"] = torch.tensor(self._counts)
         return state
 
     def load_key_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().
+
+        A table with savepoints has the rows already, by :meth:`roll_back`, at as many ranks as before.
 
         Raises:
             DataError: it is none, or damaged.
@@ -472,32 +448,13 @@ class DynamicHead(ShardedHead):
         total = int(state["classes"].max()) + 1 if "classes" in state and len(state["classes"]) else 0
         if total > self.max_classes:
             raise UsageError(f"max_classes = {self.max_classes:,} is too few for the {total:,} classes that are stored")
-        shards = self.mesh.head.world_size
-        ranges = [class_range(total, shard, shards) for shard in range(shards)]
-        self.key_map.load_state(state, [first for first, _ in ranges])
-        self._resize([stop - first for first, stop in ranges])
+        had = state.get("counts") if self.undo_journal is not None else None
+        counts = shares(total, self.mesh.head.world_size, self._shard_capacity, had)
+        self._make_replicas_equal()
+        self.key_map.load_state(state, np.cumsum([0, *counts])[:-1].tolist())
+        self._resize(counts)
         self.use_names(self._names)
 
     def extra_repr(self) -> str:
         """For print()."""
         return f"{super().extra_repr()}, at most {self.max_classes} classes"
-
-
-def refuse_fixed(options: Mapping[str, Any]) -> None:
-    """Raise UsageError where arguments of a head are those that a table of one size takes alone."""
-    for name, (default, why) in _FIXED.items():
-        if options.get(name, default) != default:
-            raise UsageError(f"a head whose classes come and go takes no {name}: {why}")
-
-
-_MALFORMED, _NEGATIVE = -2, -1  # what a rank tells of its keys in place of a number
-_SEED_FACTOR = 0x9E3779B97F4A7C15
-
-
-def _are_fit(embeddings: Any, labels: Any) -> bool:
-    """Whether a head takes such embeddings and labels at all."""
-    if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor) or labels.dim() not in (1, 2):
-        return False
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return False
-    return embeddings.dim() == 2 and embeddings.is_floating_point() and len(embeddings) == len(labels)

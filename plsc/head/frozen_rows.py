@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import DataError, UsageError, first_line
+from plsc.head.key_map import KeyMap, Keys
 from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from plsc.head.low_precision import RowState
     from plsc.head.update_rules import Update
 
+_NO_KEYS = (
+    'frozen_rows of a table whose classes come and go is "all", FILE.txt of their names, one a line, or a list of '
+    "keys: classes have no numbers"
+)
 _COPIED_ROWS = 16384  # at a time, while they are updated
 _RANGE = re.compile(r"(\d+):(\d+)")
 
@@ -74,6 +79,12 @@ class FrozenRows:
         rows = torch.from_numpy(frozen).repeat_interleave(centers).to(device)
         return cls(rows, bool(frozen.all()))
 
+    def set_classes(self, classes: NDArray[np.int64], centers: int) -> None:
+        """Let the rows of the shard's ``classes`` (n,) be frozen, and no others."""
+        frozen = np.zeros((len(self.rows) // centers, centers), dtype=bool)
+        frozen[classes] = True
+        self.rows.copy_(torch.from_numpy(frozen.ravel()))
+
     def in_chunk(self, chunk: "Chunk") -> Tensor:
         """Which of a chunk's rows (n·K,) are frozen."""
         return self.rows[chunk.local_rows if chunk.table.is_copy else chunk.index]
@@ -102,6 +113,50 @@ class FrozenRows:
                     updater(rows, gradient[part], state, update)
 
         return update_others
+
+
+class FrozenKeys:
+    """Which keys' rows are frozen, in a table whose classes come and go.
+
+    Args:
+        value: "all"; FILE.txt of classes' names, one a line; or keys.
+
+    Attributes:
+        are_all: whether no row trains.
+
+    Raises:
+        UsageError: it is none of these.
+        DataError: the file cannot be read.
+    """
+
+    def __init__(self, value: str | Sequence[int] | Tensor) -> None:
+        self.are_all = isinstance(value, str) and value == "all"
+        self._names: list[str] = []
+        self._keys = np.empty(0, np.int64)
+        if isinstance(value, str) and not self.are_all:
+            self._names = _read_names(value)
+        elif not isinstance(value, str):
+            listed = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+            if listed.ndim != 1 or (listed.size and (listed.dtype.kind not in "iu" or int(listed.min()) < 0)):
+                raise UsageError(_NO_KEYS)
+            self._keys = listed.astype(np.int64)
+
+    def among(self, key_map: KeyMap) -> Keys:
+        """The keys that are frozen, whether they have a row or not; of names, those that the map knows."""
+        return np.concatenate([self._keys, key_map.known_keys(self._names)])
+
+
+def _read_names(file: str) -> list[str]:
+    if not file.endswith(".txt"):
+        raise UsageError(_NO_KEYS)
+    try:
+        with open_regular(Path(file)) as opened:
+            text = opened.read().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise UsageError(
+            f'cannot read frozen_rows = {file}: {error.strerror}; give "all", or FILE.txt of names'
+        ) from None
+    return [line for line in text.splitlines() if line]
 
 
 def _numbers(value: str | Sequence[int] | Tensor, num_classes: int) -> NDArray[np.int64]:

@@ -61,6 +61,14 @@ class Column:
         """Let the first ``rows`` of the memory be the column."""
         self.values = self._reserved[:rows]
 
+    def put_back(self, rows: Tensor, values: Tensor) -> None:
+        """Store ``values`` (n, …) as rows (n,) of all the memory, in use or not, asking nobody before."""
+        used, before_write = len(self.values), self.before_write
+        self.values, self.before_write = self._reserved, None
+        self.write(rows, values, ahead=True)
+        self.before_write = before_write
+        self.use(used)
+
     def read(self, rows: slice | Tensor, out: Tensor, *, ahead: bool = True) -> None:
         """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype.
 

@@ -25,6 +25,7 @@ class HostTable(ClassTable):
     """
 
     is_resident = False
+    clears_state = True  # of rows that come in
 
     def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device, memory: HostMemory) -> None:
         self.memory, self.device = memory, device
@@ -171,11 +172,12 @@ class HostState(OptimizerState):
 
     def __init__(self, table: HostTable, tables: Mapping[str, RowState], columns: Mapping[str, Column]) -> None:
         super().__init__(table, tables)
-        self.columns = columns
+        self.columns, self._clears = columns, table.clears_state
 
     def use(self, rows: int) -> None:
         """Let the first ``rows`` of the tables' memory be theirs."""
-        super().use(rows)
+        for state in self.tables.values():
+            state.use(rows, clears=self._clears)
         for column in self.columns.values():
             column.use(rows)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from plsc.errors import UsageError
 from plsc.head.class_table import TableShape
@@ -28,6 +29,7 @@ class JournaledFiles(HostMemory):
     def __init__(self, file: Path, shape: TableShape, mesh: Mesh) -> None:
         super().__init__(file, mesh.rank, mesh.world_size, pinned=False)
         described = {name: value for name, value in asdict(shape).items() if name != "capacity"}
+        described["rows"] = shape.reserved  # of which any number may be in use at a savepoint
         self.journal = UndoJournal(self.prefix, described)
 
     def table(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Column:
@@ -46,7 +48,12 @@ class JournaledFiles(HostMemory):
 
 
 class JournaledTable(HostTable):
-    """A :class:`HostTable` with savepoints."""
+    """A :class:`HostTable` with savepoints.
+
+    How many of its reserved rows are in use at a savepoint is the caller's to store.
+    """
+
+    clears_state = False  # they hold what they had at a savepoint, and the journal has to see each change
 
     def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device, memory: JournaledFiles) -> None:
         self.journal = memory.journal
@@ -63,11 +70,15 @@ class JournaledTable(HostTable):
         self.journal.set_savepoint(step)
 
     def roll_back(self, step: int) -> None:
-        """Take back the state of savepoint ``step``, see :meth:`UndoJournal.roll_back`."""
+        """Take back the state of savepoint ``step``, of all reserved rows; see :meth:`UndoJournal.roll_back`."""
         self.forget_prefetched()
         self.settle()
         self.journal.roll_back(step)
         self.norms_are_current()  # they are journaled too
+
+    def will_change(self, rows: Tensor) -> None:
+        """Keep in the journal what ``rows`` hold."""
+        self.journal.before_write(rows)
 
     def notice_writes(self) -> None:
         """As :class:`ClassTable` does; the rows have to be those of a known step."""

@@ -85,14 +85,18 @@ class KeyMap:
 
     def discard(self, keys: Keys) -> None:
         """Forget ``keys`` and their names."""
-        stays = ~np.isin(self.keys, keys)
-        self.keys, self.shards = self.keys[stays], self.shards[stays]
-        self.classes, self.seen = self.classes[stays], self.seen[stays]
+        self.leave(keys)
         for key in keys.tolist():
             self.waiting.pop(key, None)
             name = self.names.pop(key, None)
             if name is not None:
                 del self._keys_of_names[name]
+
+    def leave(self, keys: Keys) -> None:
+        """Let ``keys`` have no row; their names stay."""
+        stays = ~np.isin(self.keys, keys)
+        self.keys, self.shards = self.keys[stays], self.shards[stays]
+        self.classes, self.seen = self.classes[stays], self.seen[stays]
 
     def renamed(self, old: int, new: int) -> None:
         """Let ``new``, which is not there, take the place of ``old``; its name goes."""
@@ -120,10 +124,21 @@ class KeyMap:
             self.enter_names({key: name})
         return np.array([self._keys_of_names[name] for name in listed], np.int64)
 
+    def known_keys(self, names: Iterable[str]) -> Keys:
+        """Return the keys of those of ``names`` that were entered."""
+        return np.array([self._keys_of_names[name] for name in names if name in self._keys_of_names], np.int64)
+
     def enter_names(self, names: Mapping[int, str]) -> None:
         """Enter names of keys."""
         self.names |= names
         self._keys_of_names |= {name: key for key, name in names.items()}
+
+    def names_of_classes(self) -> list[list[str]]:
+        """The names of each class of a map of one shard; a key's number where it has none."""
+        names: list[list[str]] = [[] for _ in range(int(self.classes.max()) + 1 if len(self) else 0)]
+        for key, place in zip(self.keys.tolist(), self.classes.tolist(), strict=True):
+            names[place].append(self.names.get(key, str(key)))
+        return names
 
     def state(self, firsts: Sequence[int]) -> dict[str, Tensor]:
         """The map as tensors for a checkpoint.

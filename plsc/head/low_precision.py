@@ -102,10 +102,10 @@ class RowState:
         self.values, self.scale, self.rounding = values, scale, rounding
         self._reserved = values, scale
 
-    def use(self, rows: int) -> None:
-        """Let the first ``rows`` of the memory be the table; those that come in are zero."""
+    def use(self, rows: int, *, clears: bool = True) -> None:
+        """Let the first ``rows`` of the memory be the table; those that come in become zero if it ``clears`` them."""
         values, scale = self._reserved
-        before = len(self.values)
+        before = len(self.values) if clears else rows
         for tensor in (values,) if scale is None else (values, scale):
             tensor[before:rows] = 0
         self.values, self.scale = values[:rows], None if scale is None else scale[:rows]

@@ -156,6 +156,9 @@ class ReplicaExchange:
     def finish(self, averages: Averages) -> None:
         """Make the replicas equal now, and count the period from here. Replicas call."""
 
+    def settle(self) -> None:
+        """Make the replicas equal now, as after the last step, before classes move or go. Replicas call."""
+
 
 def _summed_asynchronously(chunks: Iterator[tuple[Chunk, Tensor]], mesh: Mesh) -> Iterator[tuple[Chunk, Tensor]]:
     """Sum each chunk's gradient over ``mesh`` while the caller updates the one before and the next is computed."""
@@ -194,6 +197,7 @@ class ReplicaAveraging(ReplicaExchange):
         self._changed: list[Tensor | None] = []  # classes of the steps since the last average was read
         self._steps = 0  # since then
         self._late: _Late | None = None
+        self._newest: Averages | None = None  # of the last step
 
     def summed(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
         """``chunks`` as they are: a replica steps by its own."""
@@ -206,7 +210,7 @@ class ReplicaAveraging(ReplicaExchange):
     @torch.no_grad()
     def after_step(self, averages: Averages) -> None:
         """Count a step; take in an average that was under way, and begin the next, where it is time. Replicas call."""
-        self._steps += 1
+        self._steps, self._newest = self._steps + 1, averages
         if self._late is not None and self._steps >= self.options.staleness:
             self._take_in(averages)
         if self._steps < self.options.averaging_period:
@@ -225,6 +229,11 @@ class ReplicaAveraging(ReplicaExchange):
         self._average(averages)
         self._steps = 0
 
+    def settle(self) -> None:
+        """See :meth:`ReplicaExchange.settle`."""
+        if self._newest is not None:
+            self.finish(self._newest)
+
     def _average(self, averages: Averages) -> None:
         for chunk in self._chunks(self._classes(), averages.state):
             own = _values(chunk, averages)
@@ -236,7 +245,9 @@ class ReplicaAveraging(ReplicaExchange):
 
         gloo has few threads. Many pieces would stand before the collectives of the steps that go on.
         """
-        classes = self._classes()
+        classes, shape = self._classes(), self._table.shape
+        if classes is None and shape.capacity:  # more may have come when this average comes in
+            classes = torch.arange(shape.rows // shape.centers, device=self._replicas.device)
         parts = [_values(chunk, averages).cpu() for chunk in self._chunks(classes, averages.state)]
         if not parts:
             return

@@ -5,8 +5,8 @@ what was read of a row that changed meanwhile, even half of it, is overwritten b
 """
 
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ _OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class SavedRows:
-    """One rank's ``rows`` of ``total_rows``, from ``first_row`` on, in the files of ``prefix``."""
+    """One rank's ``rows`` of ``total_rows``, from ``first_row`` on, in the files of ``prefix``.
+
+    ``used`` are the first of them that were a table's at the savepoint; the others are reserved.
+    """
 
     prefix: Path
     rows: int
@@ -33,6 +36,7 @@ class SavedRows:
     first_row: int
     total_rows: int
     columns: tuple[str, ...]
+    used: int
 
     def weights(self, step: int, dtype: torch.dtype) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Give weights of savepoint ``step``, as (rows of this rank, values (n, D)); later ones replace earlier ones.
@@ -42,20 +46,21 @@ class SavedRows:
             IntegrityError: a journal is damaged.
         """
         journals_back_to(step, self.prefix)  # refuses a step without a savepoint before gigabytes are read
-        if not self.rows:
+        if not self.used:
             return
         layout = RecordLayout(self.rows, self._columns(dtype))
         yield from self._present(dtype)
         for path in journals_back_to(step, self.prefix):
             for rows, values in layout.read(path):
-                yield rows, values[_WEIGHT]
+                inside = rows < self.used
+                yield rows[inside], values[_WEIGHT][inside]
 
     def _present(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         row_bytes = self.dim * dtype.itemsize
         size = max(_PART_BYTES // row_bytes, 1)
         with self._file(_WEIGHT).open("rb") as file:
-            for start in range(0, self.rows, size):
-                stop = min(start + size, self.rows)
+            for start in range(0, self.used, size):
+                stop = min(start + size, self.used)
                 part = bytearray(file.read((stop - start) * row_bytes))
                 if len(part) < (stop - start) * row_bytes:
                     raise DataError(f"{self._file(_WEIGHT)} ends before row {stop:,}; bring the table's file back")
@@ -77,12 +82,13 @@ class SavedRows:
         return self.prefix.with_name(f"{self.prefix.name}.{column}")
 
 
-def open_saved_rows(file: Path, identities: list[str | None]) -> list[SavedRows]:
+def open_saved_rows(file: Path, identities: Sequence[str | None], used: Sequence[int] | None = None) -> list[SavedRows]:
     """The rows of each rank of a table in ``FILE.rankR-of-W.*``, replicas left out, in the order of the table.
 
     Args:
         file: FILE.
         identities: of each rank's table; None where a rank has none.
+        used: rows of each shard that were in use at the savepoint; None: all.
 
     Raises:
         DataError: the files are not there, or those of another table.
@@ -98,7 +104,13 @@ def open_saved_rows(file: Path, identities: list[str | None]) -> list[SavedRows]
     total = {saved.total_rows for saved in ordered} or {0}
     if [saved.first_row for saved in ordered] != ends[:-1] or total != {ends[-1]}:
         raise DataError(f"{file}.rank*-of-{len(identities)}.* do not hold all rows of one table; bring all files back")
-    return ordered
+    if used is None:
+        return ordered
+    if len(used) != len(ordered) or any(not 0 <= own <= saved.rows for own, saved in zip(used, ordered, strict=True)):
+        raise DataError(
+            f"{file}.rank*-of-{len(identities)}.* hold other shards than the checkpoint; bring all files back"
+        )
+    return [replace(saved, used=own) for own, saved in zip(used, ordered, strict=True)]
 
 
 def _open(prefix: Path, identity: str) -> SavedRows:
@@ -113,7 +125,7 @@ def _open(prefix: Path, identity: str) -> SavedRows:
         raise DataError(f"{described} names no columns of a table; bring the files back")
     if _WEIGHT not in columns or not dim:
         raise DataError(f"{described} names no weights; bring the files back")
-    return SavedRows(prefix, rows, dim, first, total, tuple(columns))
+    return SavedRows(prefix, rows, dim, first, total, tuple(columns), used=rows)
 
 
 def _count(described: Path, found: Mapping[str, Any], name: str) -> int:

@@ -185,7 +185,7 @@ class ShardedHead(nn.Module):
         if frozen_rows is not None:
             if update != "fused":
                 raise UsageError('frozen_rows are kept by the head\'s own optimizers: give update="fused"')
-            table.frozen = FrozenRows.of(frozen_rows, num_classes, self.class_range, centers, self.mesh.device)
+            table.frozen = self._frozen(frozen_rows)
         self.frozen_rows = frozen_rows
         self.weight = table.parameter
         sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
@@ -198,6 +198,9 @@ class ShardedHead(nn.Module):
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
+
+    def _frozen(self, value: str | Sequence[int] | Tensor) -> FrozenRows:
+        return FrozenRows.of(value, self.num_classes, self.class_range, self.centers, self.mesh.device)
 
     @property
     def _most_classes(self) -> int:

@@ -149,7 +149,6 @@ class UndoJournal:
         self.step: int | None = None
         self._descriptor, self._end = -1, 0
         self._kept = np.zeros(0, dtype=np.uint8)  # a bit for each row that the present journal holds
-        self._is_undoing = False
         self.is_adopted = self._description.exists()
         if self.is_adopted:
             self._adopt()
@@ -190,12 +189,10 @@ class UndoJournal:
         for path in newest_first:
             for _ in self._layout.read(path):  # all are checked before a row is changed
                 pass
-        self._is_undoing = True
         for path in newest_first:
             for rows, values in self._layout.read(path):
                 for name, column in self._columns.items():
-                    column.write(rows, values[name], ahead=True)
-        self._is_undoing = False
+                    column.put_back(rows, values[name])
         self.flush()
         for path in newest_first[:-1]:
             path.unlink()
@@ -229,8 +226,6 @@ class UndoJournal:
         Raises:
             DataError: the disk is full; the table is unchanged.
         """
-        if self._is_undoing:
-            return
         self.refuse_if_adopted()
         if self.step is None:
             return

@@ -61,11 +61,13 @@ def restore_numbers(components: TrainComponents, stored: StoredCheckpoint) -> No
 
 
 def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
-    """This rank's rows by name; none where a savepoint of ``step``, which this sets, takes their place. Ranks call."""
+    """This rank's rows and keys by name; of rows in files, it sets a savepoint of ``step`` instead. All ranks call."""
+    tables: list[tuple[str, dict[str, TensorShard]]] = []
     if components.tables[0].of.config.head.journal:
         raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, step))
-        return {}
-    tables = _tables_of(components) + [(prefix, _stored_keys(head)) for prefix, head in _dynamic(components)]
+    else:
+        tables = _tables_of(components)
+    tables += [(prefix, _stored_keys(head)) for prefix, head in _dynamic(components)]
     return {name: table for prefix, found in tables for name, table in prefixed(prefix, found).items()}
 
 
@@ -77,15 +79,21 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
         DataError: the checkpoint's savepoint is not one of the table here.
     """
     journal, identities = components.undo_journal, stored.state.get("savepoints")
+    if identities is not None:
+        _go_back(components, stored, identities)
+    elif journal is not None:
+        journal.refuse_if_adopted()
     for prefix, head in _dynamic(components):
         head.load_key_state(stored.read(prefix))
     if identities is None:
-        if journal is not None:
-            journal.refuse_if_adopted()
         for prefix, tables in _tables_of(components):
             load_tables(stored, prefix, tables)
         _set_savepoint(components, stored.step)
-        return
+
+
+def _go_back(components: TrainComponents, stored: StoredCheckpoint, identities: list[str | None]) -> None:
+    """Go back to the savepoint of a checkpoint that names those of these ranks' tables."""
+    journal = components.undo_journal
     if len(identities) != components.mesh.world_size:
         raise UsageError(
             f"the class table lies in files of {len(identities)} ranks, one each: resume on as many, not on "
@@ -141,15 +149,20 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
         UsageError: the table's files are of another run; or as :func:`set_first_rows`.
         DataError: they are of a run that has checkpoints; or as :func:`set_first_rows`.
     """
+    from plsc.train.named_first_rows import insert_first_rows  # which reads runs, of which this module is a part
+
     journal = components.undo_journal
-    if journal is not None and journal.is_adopted:
+    is_adopted = journal is not None and journal.is_adopted
+    if journal is not None and is_adopted:
         if not goes_on:
             journal.refuse_if_adopted()
         components.tables[0].head.roll_back(0)
-    else:
-        for table in components.tables:
-            if table.of.config.head.init_rows:
-                set_first_rows(table.head, table.of.config.head.init_rows)
+    for table in components.tables:
+        if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
+            insert_first_rows(table.head, source)  # again: files hold rows, and no checkpoint their keys yet
+        elif source and not is_adopted:
+            set_first_rows(table.head, source)
+    if not is_adopted:
         _set_savepoint(components, 0)
 
 

@@ -20,8 +20,8 @@ from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.key_map import KeyMap, Keys
 from plsc.parallel import Mesh
 from plsc.progress import note
-from plsc.regular_files import open_regular
 from plsc.train.async_checkpoint import AsyncCheckpointer
+from plsc.train.byte_search import parts_of
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint
 
@@ -40,6 +40,8 @@ class NamedTable:
     Attributes:
         key_map: the keys; all classes are of one shard.
         names: of the classes that have a row, sorted.
+        in_files: its rows lie in mapped files with savepoints (``head.journal``), and are not in memory: they stay as
+            they are.
 
     Raises:
         UsageError: its classes are numbers of the data, and have no names; or there is no such table.
@@ -50,11 +52,12 @@ class NamedTable:
         self.path, prefix = path, f"{table}." if table else ""
         stored = StoredCheckpoint(path, _ALONE)
         self._step, self._state, self._tensors = stored.step, stored.state, stored.read("")
+        self.in_files = bool(stored.state.get("savepoints"))
         head = stored.value("config.head", dict)
         tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
         self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
-        self._keys_prefix = f"keys.{prefix}"
-        names = [f"head.{prefix}weight", *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
+        self._keys_prefix, self._weight = f"keys.{prefix}", f"head.{prefix}weight"
+        names = [self._weight, *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
         state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
         if "name_bytes" not in state:
             raise UsageError(
@@ -83,6 +86,10 @@ class NamedTable:
         """Classes that have a row; several names may share one."""
         return len(np.unique(self.key_map.classes))
 
+    def columns(self) -> dict[str, Tensor]:
+        """The weight and the optimizer's tables by their names, a row for each class and sub-centre; int8's scales."""
+        return {name.rpartition(".")[2]: rows for name, rows in self._rows.items()}
+
     def check_names(self, names: Iterable[str]) -> None:
         """Raise UsageError for a name that the table does not know, with a row or without."""
         self._known_keys(names)
@@ -91,18 +98,20 @@ class NamedTable:
         """Remove the classes of ``names``; one that other names share stays theirs. Names without a row go too.
 
         Raises:
-            UsageError: the table does not know a name.
+            UsageError: the table does not know a name; or its rows lie in files.
         """
+        self._refuse_in_files()
         self._drop(self._known_keys(names))
 
     def merge(self, names: Sequence[str], into: str) -> None:
         """Let ``names`` be of the class ``into``; see :meth:`plsc.DynamicHead.merge`.
 
         Raises:
-            UsageError: a name is none of the table.
+            UsageError: a name is none of the table; or its rows lie in files.
         """
+        self._refuse_in_files()
         keys, (target,) = self._keys_of([name for name in names if name != into]), self._keys_of([into])
-        weight = self._by_class(next(iter(self._rows)))
+        weight = self._by_class(self._weight)
         places = self.key_map.find(np.array([target, *keys]))[1]
         rows = weight[torch.from_numpy(places)].double()
         lengths = rows.norm(dim=2, keepdim=True).clamp(min=SMALLEST_NORM)
@@ -113,6 +122,30 @@ class NamedTable:
         (place,) = self.key_map.find(np.array([target]))[1]
         self.key_map.add(keys, np.zeros(len(keys), np.int32), np.full(len(keys), place))
         self.key_map.enter_names(shared)
+
+    def split(self, name: str, into: Sequence[str]) -> None:
+        """Make classes of the names ``into``, with the rows of ``name``; see :meth:`plsc.DynamicHead.split`.
+
+        Raises:
+            UsageError: ``name`` is none of the table, or one of ``into`` is of another class; there is no room; or rows
+                lie in files.
+        """
+        self._refuse_in_files()
+        (key,), new = self._keys_of([name]), self.key_map.keys_of(dict.fromkeys(into))
+        place = int(self.key_map.find(np.array([key]))[1][0])
+        owners = self.key_map.find(new)[1]
+        for other, owner in zip(dict.fromkeys(into), owners.tolist(), strict=True):
+            if other == name or owner not in (-1, place):
+                raise UsageError(
+                    f"{self.path} has a class {other} already; a class is split into others, or its own names"
+                )
+        self._refuse_beyond_room(len(new))
+        self.key_map.leave(new)
+        count = self.num_classes
+        for column, rows in self._rows.items():
+            copied = self._by_class(column)[place].repeat(len(new), *[1] * (rows.dim() - 1))
+            self._rows[column] = torch.cat([rows, copied if column == self._weight else torch.zeros_like(copied)])
+        self.key_map.add(new, np.zeros(len(new), np.int32), np.arange(count, count + len(new)))
 
     def rename(self, old: str, new: str) -> None:
         """Give the class ``old`` another name.
@@ -133,12 +166,13 @@ class NamedTable:
             names: of classes there; None: all that are missing here.
 
         Raises:
-            UsageError: the tables do not fit, a name is none of ``source``, or is one here.
+            UsageError: the tables do not fit, a name is none of ``source``, or is one here; or rows lie in files.
         """
         for table in (self, source):
+            table._refuse_in_files()
             if not table.num_classes:
                 raise UsageError(f"{table.path} has no class with a row yet; train it further first")
-        mine, theirs = self._by_class(next(iter(self._rows))), source._by_class(next(iter(source._rows)))
+        mine, theirs = self._by_class(self._weight), source._by_class(source._weight)
         if mine.shape[1:] != theirs.shape[1:]:
             shapes = " and ".join("x".join(map(str, rows.shape[1:])) for rows in (theirs, mine))
             raise UsageError(f"rows of {source.path} and {self.path} are {shapes}: they need to be of one shape")
@@ -146,14 +180,11 @@ class NamedTable:
         wanted = [name for name in source.names if name not in have] if names is None else list(names)
         if known := have.intersection(wanted):
             raise UsageError(f"{self.path} has a class {min(known)} already; remove it first, or leave it out")
-        most = int(self._head["max_classes"])
-        if self.num_classes + len(wanted) > most:
-            raise UsageError(f"{len(wanted):,} classes do not fit beside {self.num_classes:,}: max_classes is {most:,}")
+        self._refuse_beyond_room(len(wanted))
         places = source.key_map.find(source._keys_of(wanted))[1]
         first = self.num_classes
-        for position, name in enumerate(self._rows):
-            rows = self._rows[name]
-            new = theirs[torch.from_numpy(places)].reshape(-1, *rows.shape[1:]) if position == 0 else None
+        for name, rows in self._rows.items():
+            new = theirs[torch.from_numpy(places)].reshape(-1, *rows.shape[1:]) if name == self._weight else None
             shape = (len(wanted) * self._centers, *rows.shape[1:])
             self._rows[name] = torch.cat([rows, torch.zeros(shape, dtype=rows.dtype) if new is None else new.to(rows)])
         keys = self.key_map.keys_of(wanted)
@@ -166,9 +197,9 @@ class NamedTable:
         Raises:
             DataError: it cannot be written; the former stays then.
         """
-        for name in self._key_names():
-            del self._tensors[name]
         keys = {self._keys_prefix + name: tensor for name, tensor in self.key_map.state([0]).items()}
+        for name in keys:  # which may be of no elements now, and then have no place
+            self._tensors.pop(name, None)
         folder = CheckpointFolder(self.path.parent, _ALONE, _ALL)
         checkpointer = AsyncCheckpointer(folder, note, background=False)
         try:
@@ -202,6 +233,18 @@ class NamedTable:
                 raise UsageError(f"{self.path} has no class {name}; plsc table info --names lists them")
         return np.array([known[name] for name in listed], np.int64)
 
+    def _refuse_in_files(self) -> None:
+        if self.in_files:
+            raise UsageError(
+                f"rows of {self.path} lie in files with savepoints (head.journal), which the run alone changes: let "
+                "head.expire_after remove classes, or a script that trains"
+            )
+
+    def _refuse_beyond_room(self, more: int) -> None:
+        most = int(self._head["max_classes"])
+        if self.num_classes + more > most:
+            raise UsageError(f"{more:,} classes do not fit beside {self.num_classes:,}: max_classes is {most:,}")
+
     def _by_class(self, name: str) -> Tensor:
         rows = self._rows[name]
         return rows.view(-1, self._centers, *rows.shape[1:])
@@ -230,24 +273,31 @@ def forget_names(run: Path, names: Iterable[str]) -> None:
         write_json(path, content)
 
 
-def find_names(paths: Sequence[Path], names: Sequence[str], table: str = "") -> list[tuple[Path, str]]:
-    """Where names of classes still are: in the keys of checkpoints, and as text in all other files of their run.
+def find_names(
+    paths: Sequence[Path], names: Sequence[str], files: Iterable[Path], table: str = ""
+) -> list[tuple[Path, str]]:
+    """Where names of classes still are: in the keys of checkpoints ``paths``, and as text in all other ``files``.
 
     Checkpoints' own files are no text: their keys say which names they hold.
     """
-    found = []
+    found: list[tuple[Path, str]] = []
+    if not names:
+        return found
     for path in paths:
         known = set(NamedTable(path, table).key_map.names.values())
         found += [(path, name) for name in names if name in known]
-    run = paths[0].parent.parent
-    if paths[0].parent.name != CHECKPOINTS:
-        return found
     folders = {path.resolve() for path in paths}
-    for file in sorted(file for file in run.rglob("*") if file.is_file() and file.parent.resolve() not in folders):
-        with open_regular(file) as opened:
-            content = opened.read()
+    for file in (file for file in files if file.parent.resolve() not in folders):
         is_json = file.suffix in (".json", ".jsonl")  # where a name stands in quotes, and may be part of another's
-        found += [(file, name) for name in names if any(text in content for text in _texts(name, is_json))]
+        texts = {name: _texts(name, is_json) for name in names}
+        longest = max(len(text) for each in texts.values() for text in each)
+        there = {
+            name
+            for content in parts_of(file, longest)
+            for name, each in texts.items()
+            if any(text in content for text in each)
+        }
+        found += [(file, name) for name in names if name in there]
     return found
 
 

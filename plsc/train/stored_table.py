@@ -121,14 +121,16 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
     """
     of_table = f"{name}." if name else ""
     weight, prefix = f"head.{of_table}{WEIGHT}", f"head_optimizer.{of_table}"
-    stored = StoredCheckpoint(path, _ALONE, prefixes=(weight, prefix) if state else (weight,))
+    counts = f"keys.{of_table}counts"
+    stored = StoredCheckpoint(path, _ALONE, prefixes=(weight, counts, prefix) if state else (weight, counts))
     tables = {each["name"]: each for each in described_tables(stored)}
     if name not in (tables or [""]):
         names = ", ".join(tables) or "none, as it has a single one"
         raise UsageError(f"{path} has the class tables {names}; name one by --table")
     in_files = bool(stored.state.get("savepoints"))
-    rows, dim = _saved_size(stored) if in_files else _stored_size(stored, weight)
     centers = max(stored.value("config.head.centers", int), 1)
+    saved = _saved_rows(stored, _rows_in_use(stored, counts, centers)) if in_files else []
+    rows, dim = _saved_size(saved) if in_files else _stored_size(stored, weight)
     classes = tables[name]["classes"] if name else rows // centers
     is_named = any(key.startswith(f"keys.{of_table}") for key in stored.stored)
     if classes < 1 or rows % classes or not (name or is_named or classes == stored.value("data.classes", int)):
@@ -139,9 +141,9 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
         keys = {WEIGHT: weight} | (_state_keys(stored, prefix, rows, dim) if state else {})
         yield make(_stored_columns(stored, keys), in_files, partial(_read_stored, stored, keys))
         return
-    columns = _mapped_columns(stored, rows, dim)
+    columns = _mapped_columns(stored, saved, rows, dim)
     with write_errors(f"into {scratch or tempfile.gettempdir()}"), tempfile.TemporaryFile(dir=scratch) as file:
-        centres = _saved_rows_written(stored, file, rows, dim)
+        centres = _saved_rows_written(stored, saved, file, rows, dim)
         yield make(columns, in_files, lambda column, start, stop: torch.from_numpy(centres[start:stop].copy()))
 
 
@@ -180,17 +182,21 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
     Returns:
         The file, ``{"classes": [[name, …], …]}`` in the order of the rows; None where classes are numbers of the data.
     """
+    if (names := class_names(path, table)) is None:
+        return None
+    write_json(out.with_suffix(".json"), {"classes": names})
+    return out.with_suffix(".json")
+
+
+def class_names(path: Path, table: str = "") -> list[list[str]] | None:
+    """The names of each class of the table of a checkpoint; None where classes are numbers of the data."""
     prefix = f"keys.{table}." if table else "keys."
     state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
     if "name_bytes" not in state:
         return None
     keys = KeyMap()
     keys.load_state(state, [0])
-    names: list[list[str]] = [[] for _ in range(int(keys.classes.max()) + 1 if len(keys) else 0)]
-    for key, place in zip(keys.keys.tolist(), keys.classes.tolist(), strict=True):
-        names[place].append(keys.names.get(key, str(key)))
-    write_json(out.with_suffix(".json"), {"classes": names})
-    return out.with_suffix(".json")
+    return keys.names_of_classes()
 
 
 def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:
@@ -260,20 +266,25 @@ def _read_stored(stored: StoredCheckpoint, keys: dict[str, str], column: str, st
     return rows
 
 
-def _saved_size(stored: StoredCheckpoint) -> tuple[int, int]:
+def _rows_in_use(stored: StoredCheckpoint, counts: str, centers: int) -> list[int] | None:
+    """Rows of each shard in files that hold reserved ones too; None where all are in use."""
+    found = stored.read(counts).get("")
+    return None if found is None else [count * centers for count in found.long().reshape(-1).tolist()]
+
+
+def _saved_size(ranks: Sequence[SavedRows]) -> tuple[int, int]:
     """(Rows, D) of the class table in the files that go with the checkpoint."""
-    ranks = _saved_rows(stored)
     dims = {saved.dim for saved in ranks} or {0}
-    return sum(saved.rows for saved in ranks), dims.pop() if len(dims) == 1 else 0
+    return sum(saved.used for saved in ranks), dims.pop() if len(dims) == 1 else 0
 
 
-def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
+def _saved_rows(stored: StoredCheckpoint, used: list[int] | None) -> list[SavedRows]:
     identities = stored.value("savepoints", list)
     placement = stored.value("config.head.placement", str)
     file = mapped_file(placement) if placement.startswith("mmap:") else None
     if file is None or not all(isinstance(each, str | None) for each in identities):
         raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
-    return open_saved_rows(file, identities)
+    return open_saved_rows(file, identities, used)
 
 
 def _saved_dtype(stored: StoredCheckpoint, dim: int) -> torch.dtype:
@@ -283,21 +294,25 @@ def _saved_dtype(stored: StoredCheckpoint, dim: int) -> torch.dtype:
     return dtype
 
 
-def _mapped_columns(stored: StoredCheckpoint, rows: int, dim: int) -> dict[str, Column]:
+def _mapped_columns(stored: StoredCheckpoint, ranks: Sequence[SavedRows], rows: int, dim: int) -> dict[str, Column]:
     dtype = _saved_dtype(stored, dim)
-    files = tuple(f"{saved.prefix}.{WEIGHT}" for saved in _saved_rows(stored))
+    files = tuple(f"{saved.prefix}.{WEIGHT}" for saved in ranks)
     size = max(_PIECE_BYTES // (4 * dim), 1)
     bounds = tuple(min(number * size, rows) for number in range(math.ceil(rows / size) + 1))
     return {WEIGHT: Column(dtype, (rows, dim), files, bounds)}
 
 
-def _saved_rows_written(stored: StoredCheckpoint, file: Any, rows: int, dim: int) -> np.memmap[Any, Any]:
+def _saved_rows_written(
+    stored: StoredCheckpoint, ranks: Sequence[SavedRows], file: Any, rows: int, dim: int
+) -> np.memmap[Any, Any]:
     """Write the rows as they are into ``file``, then over them what the journals hold; returns them, mapped."""
     dtype = _saved_dtype(stored, dim)
     file.truncate(rows * dim * 4)
     centres = np.memmap(file, np.float32, "r+", 0, (rows, dim))
-    for saved in _saved_rows(stored):
-        own = centres[saved.first_row : saved.first_row + saved.rows]
+    first = 0
+    for saved in ranks:
+        own = centres[first : first + saved.used]
         for index, values in saved.weights(stored.step, dtype):
             own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
+        first += saved.used
     return centres

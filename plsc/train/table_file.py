@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, first_line
-from plsc.files import atomic_write, pinned
+from plsc.errors import DataError, UsageError, first_line
+from plsc.files import atomic_write, pinned, read_json
 from plsc.regular_files import open_regular
 from plsc.train.checkpoint_writer import write_errors
 
@@ -90,7 +90,7 @@ class TableFile:
                     raise DataError(f"{path} is truncated or corrupt: it announces a header that is too long")
                 tensors: Any = safe_open(pinned(file), framework="pt")  # maps the file, which may be closed then
             metadata = tensors.metadata() or {}
-            self._weight = tensors.get_slice(WEIGHT)
+            self._tensors, self._weight = tensors, tensors.get_slice(WEIGHT)
             shape, dtype = self._weight.get_shape(), self._weight.get_dtype()
         except (SafetensorError, ValueError) as error:
             raise DataError(
@@ -109,3 +109,28 @@ class TableFile:
         """The rows of classes [first, stop), (n, centers, D), in float32."""
         rows: Tensor = self._weight[first * self.centers : stop * self.centers]
         return rows.float().view(stop - first, self.centers, self.dim)
+
+    def columns(self) -> dict[str, Tensor]:
+        """All that the file holds, as it is stored: the weight and the optimizer's tables by their names."""
+        return {name: self._tensors.get_tensor(name) for name in self._tensors.keys()}  # noqa: SIM118 (no dict)
+
+
+def class_names_beside(path: Path, classes: int) -> list[list[str]]:
+    """The names of each of the ``classes`` of an exported table, which lie beside it as NAME.json.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it holds no names, or those of another table.
+    """
+    names = path.with_suffix(".json")
+    if not names.exists():
+        raise UsageError(f"{path} has no names of its classes beside it ({names}); export a table whose classes have")
+    content = read_json(names)
+    listed = content.get("classes") if isinstance(content, dict) else None
+    if not isinstance(listed, list) or not all(
+        isinstance(each, list) and all(isinstance(name, str) for name in each) for each in listed
+    ):
+        raise DataError(f"{names} holds no names of classes; use another copy")
+    if len(listed) != classes:
+        raise DataError(f"{path} holds {classes:,} classes, and names of {len(listed):,} lie beside it")
+    return listed

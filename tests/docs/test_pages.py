@@ -55,7 +55,7 @@ SETTINGS = {
     "training.md": Setting(
         files="faces.rec gallery/",
         parsed_only=[
-            f"table {action}" for action in ("remove", "check", "merge", "rename", "add")
+            f"table {action}" for action in ("remove", "check", "merge", "split", "rename", "add")
         ],  # few steps, few names
     ),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),

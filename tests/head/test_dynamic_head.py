@@ -30,27 +30,33 @@ def batch(step: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 class Rows:
     """The oracle: rows and momentum (K, D) by class, and the class of each key."""
 
-    def __init__(self, centers: int = 1) -> None:
+    def __init__(self, centers: int = 1, frozen: tuple[int, ...] = ()) -> None:
         self.rows: dict[int, torch.Tensor] = {}
         self.momentum: dict[int, torch.Tensor] = {}
         self.classes: dict[int, int] = {}
-        self.centers, self.numbers = centers, itertools.count()
+        self.centers, self.numbers, self.frozen = centers, itertools.count(), frozen
 
     def insert(self, key: int, row: torch.Tensor) -> None:
         self.classes[key] = own = next(self.numbers)
         self.rows[own], self.momentum[own] = row.clone(), torch.zeros_like(row)
 
-    def step(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def meet(self, x: torch.Tensor, keys: torch.Tensor) -> None:
         for key in set(keys.tolist()) - self.classes.keys():
             units = x[keys == key].float()
             mean = (units / units.norm(dim=1, keepdim=True)).double().mean(0)
             self.insert(key, (mean / mean.norm() * 0.01 * math.sqrt(DIM))[None])
+
+    def step(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        self.meet(x, keys)
         order = sorted(self.rows)
         weight = torch.cat([self.rows[each] for each in order]).requires_grad_()
         labels = torch.tensor([order.index(self.classes[key]) for key in keys.tolist()])
         loss = ORACLE.loss(x, labels, weight, centers=self.centers)
         loss.backward()
+        frozen = {self.classes.get(key) for key in self.frozen}
         for each, gradient in zip(order, weight.grad.split(self.centers), strict=True):
+            if each in frozen:
+                continue
             self.momentum[each] = MOMENTUM * self.momentum[each] + gradient + DECAY * self.rows[each]
             self.rows[each] = self.rows[each] - LR * self.momentum[each]
         return loss.detach()
@@ -83,8 +89,12 @@ CHANGES = {
     3: [("remove", [7919 % 1000, 7919 * 3 % 1000])],
     5: [("merge", [7919 * 2 % 1000, 7919 * 5 % 1000], 7919 * 4 % 1000), ("insert", [5000, 5001])],
     7: [("split", 7919 * 6 % 1000, [2000, 2001]), ("rename", 7919 * 7 % 1000, 3000)],
+    8: [("split", 7919 * 4 % 1000, [7919 * 2 % 1000])],  # one of those that were merged
     9: [("remove", [2000, 7919 * 5 % 1000])],
 }
+
+
+FROZEN = (7919 * 4 % 1000, 7919 * 8 % 1000, 2001, 3000, 7919 * 3 % 1000)  # of merged, split, renamed and removed ones
 
 
 def changes_after(step: int, known: set[int]) -> list[tuple]:
@@ -98,8 +108,8 @@ def changes_after(step: int, known: set[int]) -> list[tuple]:
     return found
 
 
-def expected(steps: int) -> tuple[list[torch.Tensor], Rows]:
-    oracle, losses = Rows(), []
+def expected(steps: int, frozen: tuple[int, ...] = ()) -> tuple[list[torch.Tensor], Rows]:
+    oracle, losses = Rows(frozen=frozen), []
     for step in range(steps):
         losses.append(oracle.step(*batch(step)))
         for name, *arguments in changes_after(step, set(oracle.classes)):
@@ -129,6 +139,8 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
     optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     losses = []
     for step in range(steps):
+        if step % 2 and head.undo_journal:
+            head.set_savepoint(step)
         x, keys = batch(step)
         place = mesh.rank if order is None else order[mesh.rank]
         x, keys = (part.split(sizes)[place] for part in (x, keys))
@@ -149,15 +161,17 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
         (1, {}, None),
         (2, {"placement": "host"}, None),
         (3, {"placement": "mmap"}, None),
+        (3, {"placement": "mmap", "journal": True}, None),
         (4, {"chunk_classes": 5}, 2),
+        (3, {"frozen_rows": FROZEN}, None),
     ],
-    ids=["one", "host", "mapped", "groups"],
+    ids=["one", "host", "mapped", "journaled", "groups", "frozen"],
 )
 def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, head_ranks):
     if options.get("placement") == "mmap":
         options = {"placement": f"mmap:{tmp_path / 'table'}"}
     sizes = {1: [12], 2: [9, 3], 3: [7, 0, 5], 4: [5, 1, 0, 6]}[world]
-    losses, oracle = expected(12)
+    losses, oracle = expected(12, options.get("frozen_rows", ()))
     known = {"head_ranks": head_ranks} if head_ranks else {}
     assert {3000, 2001} <= oracle.classes.keys()  # the last changes were made
     for found, keys, rows, counts, live in ranks(world, train, sizes, 12, options, **known):
@@ -167,6 +181,70 @@ def test_losses_and_rows_are_those_of_a_dict(ranks, tmp_path, world, options, he
         assert relative_error(rows, want) < 1e-6
         assert live == len(oracle.rows)
         assert sum(counts) == len(oracle.classes)
+
+
+def averaged(steps: int, period: int) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Two groups, six samples each, that step by themselves and are averaged, before classes go or change too."""
+    groups, losses, count = [Rows(), Rows()], [], 0
+    for step in range(steps):
+        x, keys = batch(step)
+        for group in groups:
+            group.meet(x, keys)
+        parts = zip(groups, x.split(6), keys.split(6), strict=True)
+        losses.append(torch.stack([group.step(*part) for group, *part in parts]).mean())
+        count += 1
+        changes = changes_after(step, set(groups[0].classes))
+        if count == period or {name for name, *_ in changes} & {"remove", "merge", "split"}:
+            count = 0
+            for values in ([group.rows for group in groups], [group.momentum for group in groups]):
+                for each in values[0]:
+                    values[0][each] = values[1][each] = (values[0][each] + values[1][each]) / 2
+        for group in groups:
+            for name, *arguments in changes:
+                if name == "insert":
+                    for key in arguments[0]:
+                        group.insert(key, given_row(key))
+                else:
+                    getattr(group, name)(*arguments)
+    return losses, groups
+
+
+@pytest.mark.parametrize("placement", ["device", "mmap"])
+def test_groups_that_step_by_themselves_are_averaged_before_classes_go(ranks, tmp_path, placement):
+    placed = {"placement": f"mmap:{tmp_path / 'table'}", "chunk_classes": 5}
+    options = placed if placement == "mmap" else {}
+    losses, groups = averaged(11, 4)
+    found = ranks(4, train, [5, 1, 0, 6], 11, {**options, "averaging_period": 4}, head_ranks=2)
+    assert not torch.equal(found[0][2], found[3][2])  # the last average was some steps ago
+    for rank, (mine, keys, rows, _, live) in enumerate(found):
+        oracle = groups[rank // 2]
+        assert relative_error(torch.stack(mine), torch.stack(losses)) < 1e-7
+        assert keys.tolist() == sorted(oracle.classes)
+        want = torch.stack([oracle.rows[oracle.classes[key]] for key in keys.tolist()])
+        assert relative_error(rows, want) < 1e-6
+        assert live == len(oracle.rows)
+
+
+def late_averages(mesh, placement, rate):
+    """This rank's rows and state once replicas are made equal, where classes come while an average is under way."""
+    options = {**LOW, "averaging_period": 3, "staleness": 2, "placement": placement, "sample_rate": rate}
+    head = plsc.DynamicHead(DIM, 120, mesh, ARC, expire_after=3, **options)
+    optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    for step in range(8):
+        x, keys = (part.split([7, 5])[mesh.rank] for part in batch(step))
+        train_step(head, optimizer, x.float(), keys)
+    held = head.num_classes
+    optimizer.average_replicas()
+    rows = [shard.blocks[0].local for shard in (head.sharded_state() | optimizer.sharded_state()).values()]
+    return held, [each.clone() for each in rows]
+
+
+@pytest.mark.parametrize(("placement", "rate"), [("host", 1.0), ("host", 0.4), ("mmap", 1.0)])
+def test_replicas_are_equal_after_late_averages_of_a_growing_table(ranks, tmp_path, placement, rate):
+    placement = placement if placement == "host" else f"mmap:{tmp_path / 'table'}"
+    (held, one), (_, other) = ranks(2, late_averages, placement, rate, head_ranks=1)
+    assert held > 12
+    assert all(torch.equal(*pair) and pair[0].float().isfinite().all() for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
@@ -392,6 +470,11 @@ def wrong(mesh, case):
             head.remove([10 + mesh.rank])
         elif case == "known":
             head.rename(10, 11)
+        elif case == "another's":
+            head.merge([11], 10)
+            head.split(10, [11, 12])
+        elif case == "itself":
+            head.split(10, [10])
         elif case == "waiting":
             head(x.float().requires_grad_(), torch.full((12,), 10)).backward()
             head.remove([10])
@@ -410,6 +493,8 @@ def wrong(mesh, case):
         ("unknown", "the key 99 has no row in the head"),
         ("other keys", "ranks name other keys"),
         ("known", "the key 11 has a row in the head already"),
+        ("another's", "the key 12 has a row in the head already"),
+        ("itself", "the key 10 has a row in the head already"),
         ("waiting", "the head's classes cannot change between a loss and its step()"),
         ("rows", r"rows are \(2, 12\); 1 new classes take \(1, 12\)"),
     ],
@@ -422,9 +507,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, case, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"journal": True, "placement": "mmap:table"},
-        {"frozen_rows": "all"},
-        {"averaging_period": 3},
+        {"frozen_rows": "0:4"},
         {"update": "autograd"},
         {"first_rows": "zeros"},
     ],

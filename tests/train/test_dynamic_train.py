@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
+from support.tiny_runs import Killable, assert_same_losses, refusal, run, run_until, stored
 
 from plsc.errors import UsageError
 from plsc.files import read_json
@@ -94,6 +94,21 @@ def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ran
     ranks(1, run, tmp_path / "one", {**changes, "checkpoint.every_steps": 2})
     ranks(2, run, tmp_path / "two", {**changes, "data.batch_size": 6, "checkpoint.every_steps": 2})
     assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-3)
+
+
+def test_groups_that_are_averaged_go_on_after_a_checkpoint_as_others(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {
+        **DYNAMIC,
+        "steps": 9,
+        "data.batch_size": 5,
+        "head.expire_after": 2,
+        "head_ranks": 1,
+        "parallel.head_averaging_period": 3,
+    }
+    ranks(2, run, tmp_path / "whole", changes, head_ranks=1)
+    ranks(2, run_until, tmp_path / "stopped", changes, None, 4, head_ranks=1)  # where the other has a checkpoint too
+    ranks(2, run, tmp_path / "stopped", changes, "auto", head_ranks=1)
+    assert_same_losses(tmp_path / "stopped", tmp_path / "whole", rel=0)
 
 
 def in_files(run: Path, name: str, row: torch.Tensor) -> list[Path]:
@@ -187,3 +202,33 @@ def test_what_a_table_does_not_hold_is_refused(whole: Path, copied: Path, ranks:
     ranks(1, run, tmp_path / "fixed", {**DYNAMIC, "head.max_classes": None, "steps": 1})
     with pytest.raises(UsageError, match="they are numbers of the data"):
         NamedTable(find_checkpoints(tmp_path / "fixed")[-1])
+
+
+def test_a_class_is_split_into_new_names_and_into_those_that_were_merged(
+    copied: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    (before,) = ranks(1, rows_by_name, copied, 13)
+    for command in (
+        ["merge", str(copied), "avatar-1", "avatar-2", "--into", "avatar-0"],
+        ["split", str(copied), "avatar-0", "--into", "avatar-2", "Ada"],
+        ["info", str(copied), "--names", "--json", str(tmp_path / "info.json")],
+        ["export", str(copied), str(tmp_path / "table.safetensors")],
+    ):
+        assert main(["table", *command]) == 0
+    assert read_json(tmp_path / "info.json")["names"] == sorted({*before, "Ada"})
+    named, tensors = read_json(tmp_path / "table.json")["classes"], load_file(tmp_path / "table.safetensors")
+    shared = [sorted(names) for names in named].index(["avatar-0", "avatar-1"])
+    assert named[-2:] == [["avatar-2"], ["Ada"]]
+    assert len(named) == len(before) == len(tensors["weight"])
+    (after,) = ranks(1, rows_by_name, copied, 13)
+    assert all(torch.equal(after[name], after["avatar-0"]) for name in ("avatar-1", "avatar-2", "Ada"))
+    assert tensors["momentum"][shared].any()
+    assert not tensors["momentum"][-2:].any()
+    for name in before.keys() - {"avatar-0", "avatar-1", "avatar-2"}:
+        assert torch.equal(after[name], before[name])
+    with pytest.raises(UsageError, match="has a class avatar-4 already"):
+        NamedTable(find_checkpoints(copied)[-1]).split("avatar-3", ["avatar-4"])
+    with pytest.raises(UsageError, match="3 classes do not fit beside 12: max_classes is 14"):
+        NamedTable(find_checkpoints(copied)[-1]).split("avatar-3", ["a", "b", "c"])
+    (result,) = ranks(1, run, copied, {**DYNAMIC, "data.train": "avatars:3x6", "steps": 15}, "auto")
+    assert result["steps"] == 15
