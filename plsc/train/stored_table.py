@@ -180,6 +180,20 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
     Returns:
         The file, ``{"classes": [[name, …], …]}`` in the order of the rows; None where classes are numbers of the data.
     """
+    names = read_class_names(path, table)
+    if names is None:
+        return None
+    write_json(out.with_suffix(".json"), {"classes": names})
+    return out.with_suffix(".json")
+
+
+def read_class_names(path: Path, table: str = "") -> list[list[str]] | None:
+    """The names of each class, in the order of the rows, of a table that knows them by name; None of another.
+
+    Args:
+        path: the checkpoint.
+        table: the name of the class table, where the run has several.
+    """
     prefix = f"keys.{table}." if table else "keys."
     state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
     if "name_bytes" not in state:
@@ -189,8 +203,7 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
     names: list[list[str]] = [[] for _ in range(int(keys.classes.max()) + 1 if len(keys) else 0)]
     for key, place in zip(keys.keys.tolist(), keys.classes.tolist(), strict=True):
         names[place].append(keys.names.get(key, str(key)))
-    write_json(out.with_suffix(".json"), {"classes": names})
-    return out.with_suffix(".json")
+    return names
 
 
 def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:

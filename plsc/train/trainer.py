@@ -346,6 +346,7 @@ class Trainer:
             "loss_scale": self.components.scaler.get_scale(),
             "skipped_steps": self.position.skipped,
             **self._of_tables(result),
+            **({} if result.influence_loss is None else {"influence_loss": result.influence_loss}),
             **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)
