@@ -27,7 +27,7 @@ class CompatibleConfig:
     with_: str = key("")
     weight: float = key(1.0, above=0)
     s: float | None = key(None, above=0)
-    m: float = key(0.0, least=0, below=1)
+    m: float = key(0.2, least=0, below=1)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""

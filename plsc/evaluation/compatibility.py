@@ -128,7 +128,7 @@ def _labelled(query: Float32, gallery: Float32, labels: Int64, seed: int) -> dic
 
 
 def _alternating(first: Float32, second: Float32) -> Float32:
-    return np.stack([first, second], axis=1).reshape(2 * len(first), -1)
+    return np.stack([first, second], axis=1).reshape(2 * len(first), first.shape[1])
 
 
 def cells_for_table(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
