@@ -34,5 +34,8 @@ class CompatibleConfig:
         if not self.with_:
             if self != CompatibleConfig():
                 yield "[compatible] has no old class centres: give compatible.with, or leave the section out"
-        elif "*" in run.frozen and not run.stage:
+            return
+        if run.table:
+            yield "compatible.with is made for a single class table; leave it out, or [[table]]"
+        if "*" in run.frozen and not run.stage:
             yield 'frozen = "*" trains nothing that compatible.with could change; leave one of them out'

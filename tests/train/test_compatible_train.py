@@ -158,7 +158,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_and_logs_the_loss(ranks, tmp
         {},
         {"optim.accumulate": 2, "data.batch_size": 6},
         {"head.max_classes": 12, "sync_batchnorm": True},
-        {"table": [{"name": "a"}, {"name": "b", "data": {"train": "avatars:4x6@50"}}]},
         {"precision": "bf16", "head.weight_dtype": "bfloat16"},
     ],
     ids=str,
@@ -244,6 +243,8 @@ def test_keys_that_need_an_old_model_are_refused_without_one():
         load(None, {"compatible.weight": 2.0})
     with pytest.raises(UsageError, match=r'frozen = "\*" trains nothing that compatible.with could change'):
         load(None, {"compatible.with": "runs/old", "frozen": ("*",)})
+    with pytest.raises(UsageError, match=r"compatible.with is made for a single class table"):
+        load(None, {"compatible.with": "runs/old", "table": ({"name": "a"}, {"name": "b"})})
 
 
 def test_a_run_does_not_go_on_with_other_centres(ranks, tmp_path):
