@@ -2,7 +2,7 @@
 
     python benchmarks/compatible_training.py [--sets avatars han] [--ways free rows means] [--seeds 0 1 2]
 
-An old model (resnet7 at 24 pixels, --old-steps of 64 pictures of --old-classes classes) has embedded a gallery. A new
+An old model (resnet7 at 32 pixels, --old-steps of 64 pictures of --old-classes classes) has embedded a gallery. A new
 one learns --steps from --classes classes, the old ones among them, from other first weights: free; with
 compatible.with = the old run, whose class table has a row for each old class (rows); or with the embeddings that the
 old model makes of two pictures of every class, so that the new classes have a centre too (means). Each is judged on
@@ -31,7 +31,7 @@ from plsc.train.trainer import train
 HELD_OUT = "ukai+NotoSerifCJK-Regular"
 RECIPES = {"avatars": "avatars_quickstart", "han": "han_small"}
 WAYS = ("free", "rows", "means")
-PIXELS, FAR = 24, "1e-2"
+PIXELS, FAR = 32, "1e-2"
 
 
 def main() -> None:
