@@ -7,6 +7,7 @@ or a number ``| str``: one of the choices in place of a number.
 import dataclasses
 import inspect
 import json
+import keyword
 import math
 import pkgutil
 import re
@@ -202,7 +203,17 @@ def fields_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str, A
         if dataclasses.is_dataclass(hint):
             yield from fields_of(typing.cast(type, hint), f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, hint, meanings.get(field.name, ""), field.metadata["entry"]
+            yield prefix + key_name(field.name), hint, meanings.get(field.name, ""), field.metadata["entry"]
+
+
+def attribute(name: str) -> str:
+    """The field that holds the key ``name``: a word of Python's, as "with", has an underscore behind it there."""
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def key_name(field: str) -> str:
+    """The key that a field holds: the other way round of :func:`attribute`."""
+    return field.removesuffix("_")
 
 
 def keys_of(schema: type) -> dict[str, Key]:

@@ -93,7 +93,9 @@ def test_recipes_for_gpus_multiply_the_class_table_on_their_matrix_units(recipe:
 
 
 def groups_of(entry: Key) -> dict[str, str]:
-    """Head groups with tables in host memory for averages of tables; a file for a journal; classes that come."""
+    """What a key goes with: head groups, tables in host memory, a file for a journal, classes that come, an old run."""
+    if entry.section == "compatible":
+        return {} if entry.name == "compatible.with" else {"compatible.with": "runs/old"}
     if entry.name == "head.journal":
         return {"head.placement": "mmap:table"}
     if entry.name in ("head.admit_after", "head.expire_after"):

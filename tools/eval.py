@@ -30,6 +30,9 @@ drawn by --seed, and classifies the other half. knn: the nearest --neighbours vo
 exp(cosine / --temperature), with the numbers of DINO. linear: multinomial logistic regression (scikit-learn:
 pip install plsc-torch[cluster]). Parts may be embedding sets; where all are, MODEL is left out.
 
+--old OLD --new NEW, in the place of MODEL, says whether the new model's queries can search the old one's gallery
+(compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each.
+
   plsc eval runs/first --data unseen/ --plot roc.png
   plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json
   plsc eval runs/first --pairs lfw.bin --nproc 8
@@ -37,6 +40,7 @@ pip install plsc-torch[cluster]). Parts may be embedding sets; where all are, MO
   plsc eval runs/first --probe linear --train flowers/train --data flowers/test
   plsc eval --probe knn --train train.emb --data test.emb
   plsc eval --probe linear --data before.emb after.emb
+  plsc eval --old old.onnx --new new.onnx --data unseen/
 """
 
 import argparse
@@ -94,23 +98,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     probes("--train", metavar="DIR|EMB", help="the labelled part to learn from (half of each class of --data)")
     probes("--neighbours", type=positive, metavar="N", help="knn: how many vote (20)")
     probes("--temperature", type=above_0, metavar="T", help="knn: of the votes' weights (0.07)")
+    models = parser.add_argument_group("--old, --new").add_argument
+    models("--old", metavar="OLD", help="the model of the gallery: a run directory or a model file")
+    models("--new", metavar="NEW", help="the model that is to take its place")
     add_outside_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Evaluate, print the table on the first rank, and return ``{"model", "sets"}`` there."""
+    """Evaluate, print the table on the first rank, and return what was found there, as ``{"model", "sets"}``."""
     _check(args)
     if args.nproc > 1 and not is_launched():
         launch_ranks(args)
         return None
+    if _is_of_two(args):
+        return _compare(args)
     return _evaluate(args) if args.probe is None else _probe(args)
+
+
+def _is_of_two(args: argparse.Namespace) -> bool:
+    return args.old is not None or args.new is not None
 
 
 def _check(args: argparse.Namespace) -> None:
     from plsc.data import has_reader
 
+    if _is_of_two(args):
+        _check_two(args)
     if args.probe is None:
         _check_evaluation(args)
     else:
@@ -129,7 +144,7 @@ def _check_evaluation(args: argparse.Namespace) -> None:
     for name in ("train", "neighbours", "temperature"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} is an option of --probe; leave it out")
-    if args.model is None:
+    if args.model is None and not _is_of_two(args):
         raise UsageError("MODEL is missing: a run directory, a model file, or raw-pixels")
     if not (args.pairs or args.data or args.ijb):
         raise UsageError("nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR")
@@ -150,6 +165,22 @@ def _check_evaluation(args: argparse.Namespace) -> None:
         raise UsageError("--groups names identities, which --data sets have: give one")
     if args.ijb is not None:
         find_prefix(args.ijb)
+
+
+def _check_two(args: argparse.Namespace) -> None:
+    """Refuse what is for one model, where --old and --new give two."""
+    from plsc.api import RAW_PIXELS
+
+    for name, other in (("old", "new"), ("new", "old")):
+        if getattr(args, name) is None:
+            raise UsageError(f"--{other} goes with --{name}: give both models")
+        if getattr(args, name) == RAW_PIXELS:
+            raise UsageError(f"--{name}: raw-pixels has no gallery to search; give a model")
+    if args.model is not None:
+        raise UsageError(f"--old and --new take the place of MODEL; leave {args.model} out")
+    for name in ("probe", "ijb", "plot", "histogram", "calibration", "groups"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} is an option for one model, and --old and --new are two; leave it out")
 
 
 def _check_probe(args: argparse.Namespace) -> None:
@@ -237,11 +268,35 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     return result
 
 
-def _open(args: argparse.Namespace, mesh: "Mesh") -> "Embedder":
+def _compare(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.evaluation.compatibility import cells_for_table, check_measured, evaluate_cells
+    from plsc.evaluation.report import results_table
+    from plsc.native.allocator import keep_freed_memory
+    from plsc.parallel.mesh import init, shutdown
+
+    keep_freed_memory()
+    mesh = init()
+    try:
+        old, new = _open(args, mesh, args.old), _open(args, mesh, args.new)
+        sources, options = [*args.pairs, *args.data], {"batch_size": args.batch_size, "seed": args.seed}
+        sets = evaluate_cells(old, new, sources, mesh=mesh, flip=FLIP[args.flip], **options)
+    finally:
+        shutdown()
+    if not mesh.is_main:
+        return None
+    for name, cells in sets.items():
+        show(f"{name}, by query/gallery:", *results_table(cells_for_table(cells)).split("\n"), "")
+    show(f"old: {args.old}, embedded in {old.precision}; new: {args.new}, in {new.precision}")
+    check_measured(sets)
+    contracts = {"old": old.contract_id, "new": new.contract_id}
+    return {"old": args.old, "new": args.new, "contract_ids": contracts, "sets": sets}
+
+
+def _open(args: argparse.Namespace, mesh: "Mesh", model: str | None = None) -> "Embedder":
     from plsc.embedding.embedder import open_embedder
 
     options = {"precision": args.precision, "best": args.best, "provider": args.provider}
-    return open_embedder(args.model, device=mesh.device, mesh=mesh, **options)
+    return open_embedder(args.model if model is None else model, device=mesh.device, mesh=mesh, **options)
 
 
 def _probe(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from plsc.config.sections import EXCLUSIVE, Config, get
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Entry, Tables
-from plsc.toml_keys import Key, keys_of, toml_value
+from plsc.toml_keys import Key, key_name, keys_of, toml_value
 
 _Schema = typing.TypeVar("_Schema")
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -174,8 +174,8 @@ def _section(schema: type[_Schema], values: Mapping[str, Any], prefix: str = "")
     for name in hints:
         if dataclasses.is_dataclass(hints[name]):
             found[name] = _section(hints[name], values, f"{prefix}{name}.")
-        elif prefix + name in values:
-            found[name] = values[prefix + name]
+        elif (dotted := prefix + key_name(name)) in values:
+            found[name] = values[dotted]
     return schema(**found)
 
 

@@ -253,6 +253,7 @@ def _beside_asynchronous(run: "Config", cause: str) -> Iterator[str]:
         "head.journal": run.head.journal,
         "head.max_classes": run.head.max_classes is not None,
         "[[table]]": len(run.table) > 0,
+        "compatible.with": bool(run.compatible.with_),
         "optim.state_dtype": run.optim.state_dtype != "float32",
     }
     for name in (name for name, is_set in alone.items() if is_set):

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc import arcface_torch
+from plsc.config.compatible import CompatibleConfig
 from plsc.config.data import DataConfig
 from plsc.config.head import HeadConfig
 from plsc.config.optim import OptimConfig
 from plsc.config.parallel import ParallelConfig
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Table, tables
-from plsc.toml_keys import key, toml_value
+from plsc.toml_keys import attribute, key, toml_value
 
 AUTO = "auto"  # the precision that suits the device
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
@@ -196,6 +197,7 @@ class Config:
     max_skipped_steps: int = key(20, least=1)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
+    compatible: CompatibleConfig = dataclasses.field(default_factory=CompatibleConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -210,7 +212,7 @@ class Config:
             if all(get(self, name) is not None for name in (first, second)):
                 yield f"{first} and {second} are both given; keep one"
         yield from self._of_the_backbone()
-        for section in (self.data, self.optim, self.parallel, self.head):
+        for section in (self.data, self.optim, self.parallel, self.head, self.compatible):
             yield from section.refusals(self)
         if self.fp8:
             yield from self._of_fp8()
@@ -240,5 +242,5 @@ def get(config: Config, name: str) -> Any:
     """Return the value of a dotted key."""
     value: Any = config
     for part in name.split("."):
-        value = getattr(value, part)
+        value = getattr(value, attribute(part))
     return value

@@ -27,7 +27,16 @@ import numpy as np
 
 from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
-from plsc.files import MANIFEST, Manifest, manifest_value, open_described, pinned, read_manifest, verify_files
+from plsc.files import (
+    MANIFEST,
+    Manifest,
+    holds_manifest,
+    manifest_value,
+    open_described,
+    pinned,
+    read_manifest,
+    verify_files,
+)
 from plsc.signing import is_asked_for, require_signed
 from plsc.text_files import text_lines
 
@@ -41,6 +50,11 @@ SHARD_FILES = ("embeddings.npy", "ids.npy", "labels.npy", *string_files("keys"),
 def shard_name(number: int) -> str:
     """Name of the folder of shard ``number``."""
     return f"shard-{number:05d}"
+
+
+def is_embedding_set(source: str | Path) -> bool:
+    """Whether ``source`` is the folder of an embedding set."""
+    return Path(source).is_dir() and holds_manifest(Path(source), FORMAT)
 
 
 class Shard:

@@ -2,27 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from plsc.data import open_dataset
 from plsc.embedding.columns import Float32, Int64
 from plsc.embedding.embedder import Embedder, contract_of
-from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, require_contract, same_contract
+from plsc.embedding.embedding_set import EmbeddingSet, require_contract, same_contract
+from plsc.embedding.embedding_set import is_embedding_set as is_embedding_set
 from plsc.embedding.pipeline import Embed, embed_on_ranks
 from plsc.errors import UsageError
 from plsc.evaluation.evaluator import raw_pixels, set_names
 from plsc.evaluation.pairs import unit_rows_float32
 from plsc.evaluation.probe import LabelledRows
-from plsc.files import holds_manifest
 from plsc.models.preprocessing import ImageSize, Preprocessing
 from plsc.parallel.mesh import Mesh
-
-
-def is_embedding_set(source: str) -> bool:
-    """Whether ``source`` is the folder of an embedding set."""
-    return Path(source).is_dir() and holds_manifest(Path(source), FORMAT)
 
 
 @dataclass(frozen=True)

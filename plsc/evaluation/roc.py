@@ -142,16 +142,18 @@ def plot_data(roc: Roc) -> dict[str, Any]:
     return {"roc": sampled_curve(roc), "scores": histogram}
 
 
-def all_pairs_roc(embeddings: Float32, labels: Int64) -> Roc:
+def all_pairs_roc(embeddings: Float32, labels: Int64, others: Float32 | None = None) -> Roc:
     """Compute the ROC of every pair of N images: ``embeddings`` (N, D) of unit rows, ``labels`` (N,).
 
+    With ``others`` (N, D), another model's of the same images, the later one of each pair is embedded by that model.
     Cosines are counted in bins of width 2^-21, so that memory does not grow with the number of pairs.
     """
     counts, half = np.zeros(2 * (_BINS + 1), dtype=np.int64), _BINS // 2
+    others = embeddings if others is None else others
     for top in range(0, len(labels), _BLOCK):
         rows, row_labels = embeddings[top : top + _BLOCK], labels[top : top + _BLOCK]
         for left in range(top, len(labels), _BLOCK):
-            columns, column_labels = embeddings[left : left + _BLOCK], labels[left : left + _BLOCK]
+            columns, column_labels = others[left : left + _BLOCK], labels[left : left + _BLOCK]
             codes = np.rint(rows @ columns.T * np.float32(half)).astype(np.int64) + half
             np.clip(codes, 0, _BINS, out=codes)
             codes += (row_labels[:, None] != column_labels[None, :]) * (_BINS + 1)

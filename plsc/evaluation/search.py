@@ -23,7 +23,12 @@ Retrieval = dict[str, float | int | None]
 
 
 def identification(
-    embeddings: NDArray[np.floating], labels: Int64, *, unknown_share: float = 0.3, seed: int = 0
+    embeddings: NDArray[np.floating],
+    labels: Int64,
+    *,
+    unknown_share: float = 0.3,
+    seed: int = 0,
+    gallery: NDArray[np.floating] | None = None,
 ) -> dict[str, Any]:
     """Search for every image but the first of its identity in a gallery of the first images.
 
@@ -32,6 +37,8 @@ def identification(
     Args:
         embeddings: (N, D), L2-normalised here.
         labels: (N,).
+        gallery: (N, D), another model's embeddings of the same images, of which those of the first images are searched;
+            None: the same.
         unknown_share: share of the identities that :func:`open_set` leaves out of the gallery.
         seed: samples those.
 
@@ -46,16 +53,19 @@ def identification(
         raise DataError(f"embeddings of shape {tuple(embeddings.shape)} do not fit {len(labels)} labels")
     check_finite(embeddings)
     unit = unit_rows_float32(embeddings)
+    enrolled = unit if gallery is None else unit_rows_float32(gallery)
     _, first, identity = np.unique(labels, return_index=True, return_inverse=True)
     probes = np.setdiff1d(np.arange(len(labels)), first)
     result: dict[str, Any] = {"rank1": None, "rank5": None, "probes": len(probes), "gallery": len(first)}
     if probes.size:
-        better = _ranked(unit[probes], unit[first], identity[probes])[1]
+        better = _ranked(unit[probes], enrolled[first], identity[probes])[1]
         result |= {"rank1": float(np.mean(better < 1)), "rank5": float(np.mean(better < 5))}
-    return result | {"open_set": open_set(unit, identity, first, unknown_share, seed)}
+    return result | {"open_set": open_set(unit, enrolled, identity, first, unknown_share, seed)}
 
 
-def open_set(unit: Float32, identity: Int64, first: Int64, unknown_share: float, seed: int) -> dict[str, Any]:
+def open_set(
+    unit: Float32, enrolled: Float32, identity: Int64, first: Int64, unknown_share: float, seed: int
+) -> dict[str, Any]:
     """Compute TPIR at FPIR 1e-1, 1e-2 and 1e-3, with a share of the identities, sampled by ``seed``, not enrolled.
 
     FPIR is the share of probes of unknown identities (all their images) whose best score reaches the threshold; TPIR
@@ -63,6 +73,7 @@ def open_set(unit: Float32, identity: Int64, first: Int64, unknown_share: float,
 
     Args:
         unit: (N, D), unit rows.
+        enrolled: (N, D), likewise: those of the identities' first images are the gallery.
         identity: (N,) in 0 … C-1.
         first: (C,), the index of each identity's gallery image.
         unknown_share: share of the identities that are not enrolled.
@@ -81,7 +92,7 @@ def open_set(unit: Float32, identity: Int64, first: Int64, unknown_share: float,
     mated = np.setdiff1d(np.flatnonzero(~unknown[identity]), first)
     tpir: dict[str, float | None] = dict.fromkeys(FPIRS)
     if impostors.size and mated.size and known.size:
-        gallery, parts = unit[first[known]], _parts(len(impostors), len(known))
+        gallery, parts = enrolled[first[known]], _parts(len(impostors), len(known))
         best = np.concatenate([(unit[impostors[part]] @ gallery.T).max(axis=1) for part in parts])
         false_positives = np.sort(best)[::-1]
         own, better = _ranked(unit[mated], gallery, column[identity[mated]])

@@ -20,7 +20,7 @@ from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
-from plsc.plan.plan_config import PlanConfig
+from plsc.plan.plan_config import OLD_CENTRES, PlanConfig
 from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
@@ -107,6 +107,9 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
     kept, stored, host = Counter[str](), backbone.stored, 0
     for table in run.tables if has_head else ():
         parts = {name: size * table.rows for name, size in row_bytes(table.config).items()}
+        if table.name == OLD_CENTRES:  # no checkpoint holds them: they are read from their own source
+            kept["old class centres"] = sum(parts.values())
+            continue
         stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.head.journal)
         if table.placement != "device":
             host += sum(parts.values())
@@ -171,6 +174,8 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
 
 def _waiting(run: PlanConfig) -> int:
     """What pass 2 needs of each micro-batch: its embeddings, gathered, the rows of its filter, and sampled classes."""
+    if run.name == OLD_CENTRES:  # there is no pass 2
+        return 0
     embeddings = run.group_batch * run.dim * run.weight_width * (1 + run.filter_rows)
     sampled = 8 * run.visited_rows if run.is_sampled else 0
     return run.micro_batches * (embeddings + sampled)
@@ -347,7 +352,7 @@ def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     config = run.config
     keep = config.checkpoint.keep
     files, journals, stored = 0, 0, 0
-    for table in run.tables:
+    for table in (table for table in run.tables if table.name != OLD_CENTRES):
         head, columns = table.config.head, row_bytes(table.config)
         row, is_mapped = sum(columns.values()), table.placement == "mmap"
         files += table.rows * row if is_mapped else 0

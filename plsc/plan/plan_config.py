@@ -4,14 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plsc.config import Config, table_configs
+from plsc.config import Config, HeadConfig, OptimConfig, table_configs
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Device
 from plsc.errors import UsageError
 from plsc.parallel.mesh import check_head_ranks
 from plsc.parallel.strategies.layout import CUT_WEIGHTS
+from plsc.train.class_centres import centres_count
 
+OLD_CENTRES = "compatible.with"  # the name of the table of old class centres
 # How the table can be stored, from the most exact down: (weights, momentum or moments).
 STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
 
@@ -25,6 +27,7 @@ class PlanConfig:
     the last stage have all of it.
 
     Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``batch_share``.
+    The old class centres of a compatible run are another one, which every sample meets and no step updates.
     """
 
     config: Config
@@ -235,7 +238,26 @@ def plan_config(config: Config, classes: int | Sequence[int], world: int, per_no
         )
         for table, count in zip(tables, [classes] if isinstance(classes, int) else classes, strict=True)
     )
-    return replace(first, others=tuple(others))
+    old = [_old_centres(first)] if config.compatible.with_ else []
+    return replace(first, others=(*others, *old))
+
+
+def _old_centres(run: PlanConfig) -> PlanConfig:
+    """The table of compatible.with: as many centres as the run has classes where it is not at hand."""
+    compatible, head = run.config.compatible, run.config.head
+    classes, centers = centres_count(compatible.with_) or (run.classes, 1)
+    frozen = HeadConfig(
+        margin="cosface",
+        s=compatible.s or head.s,
+        m=compatible.m,
+        centers=centers,
+        frozen_rows="all",
+        weight_dtype=head.weight_dtype,
+        momentum_dtype="none",
+        fp32_precision=head.fp32_precision,
+    )
+    config = replace(run.config, head=frozen, optim=OptimConfig(accumulate=run.config.optim.accumulate))
+    return replace(run, config=config, classes=classes, placement="device", name=OLD_CENTRES, batch_share=1.0)
 
 
 def check_ranks(world: int, per_node: int, head_ranks: int) -> None:

@@ -25,7 +25,7 @@ from plsc.plan.advice import (
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
 from plsc.plan.memory import plan_disk, row_bytes
-from plsc.plan.plan_config import PlanConfig, check_ranks, plan_config
+from plsc.plan.plan_config import OLD_CENTRES, PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
 from plsc.train.components import strategy_options
 
@@ -57,7 +57,7 @@ class Plan:
         run, device = self.configured.run, self.hardware.device
         profile = profile_of(run)
         return {
-            "classes": sum(table.classes for table in run.tables),
+            "classes": sum(table.classes for table in run.tables if table.name != OLD_CENTRES),
             "tables": [_table_dict(table) for table in run.tables] if run.others else [],
             "embedding_dim": run.config.embedding_dim,
             "backbone": run.config.backbone,
@@ -202,8 +202,11 @@ def _heading(plan: Plan) -> Iterable[str]:
         hook = config.parallel.comm_hook
         yield f"backbone: {label(run)}" + (f", comm_hook {hook}" if hook != "none" else "")
     for table in run.tables:
-        share = f", {table.batch_share:.3g} of a batch" if run.others else ""
+        share = f", {table.batch_share:.3g} of a batch" if table.batch_share < 1 else ""
         name = f"table {table.name}: " if table.name else ""
+        if table.name == OLD_CENTRES:
+            yield f"old class centres: {table.classes:,} x {config.embedding_dim}, stored as {table.storage[0]}, exact"
+            continue
         yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table)}{share}"
     yield (
         f"{run.world:,} GPU{'s' if run.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plsc.config import KeepConfig
 from plsc.errors import DataError, PlscError, UsageError
 from plsc.files import MANIFEST, atomic_replace_dir, atomic_write, describe_files, read_json, write_json
@@ -44,6 +46,7 @@ STATE = "state.json"
 METADATA = ".metadata"  # torch's own: which tensor lies in which file
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # of a run's folder
+_ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVERS = (".*.tmp", ".*.former", ".*.removed")
 
@@ -180,3 +183,19 @@ def describe_published(path: Path) -> Published:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoints that ``path`` names, oldest first: a checkpoint's folder, a run's, or RUN/checkpoints.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path} is no folder; name a checkpoint, a run, or its {CHECKPOINTS} folder")
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if published := CheckpointFolder(folder, _ALONE).published():
+        return published
+    raise UsageError(f"{path} holds no finished checkpoint; name a checkpoint, a run, or its {CHECKPOINTS} folder")

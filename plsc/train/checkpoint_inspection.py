@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from plsc.errors import DataError, PlscError, UsageError, first_line
-from plsc.files import MANIFEST, check_output
+from plsc.files import check_output
 from plsc.models import Backbone
 from plsc.models.wrappers import RotationTTA
 from plsc.parallel import Mesh
-from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder, describe_published
+from plsc.train.checkpoint import CHECKPOINTS, describe_published
+from plsc.train.checkpoint import find_checkpoints as find_checkpoints
 from plsc.train.checkpoint_reader import StoredCheckpoint, check_files, listed_files
 from plsc.train.components import make_backbone
 from plsc.train.state import stored_config
@@ -26,22 +27,6 @@ from plsc.train.stored_table import described_tables, stored_dtypes
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _CENTRES = "head.weight"  # of a run's only class table; "head.NAME.weight" of one of several
-
-
-def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints that ``path`` names, oldest first: a checkpoint's folder, a run's, or RUN/checkpoints.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if not path.is_dir():
-        raise UsageError(f"{path} is no folder; name a checkpoint, a run, or its {CHECKPOINTS} folder")
-    if (path / MANIFEST).exists() or path.name.startswith("step-"):
-        return [path]
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    if published := CheckpointFolder(folder, _ALONE).published():
-        return published
-    raise UsageError(f"{path} holds no finished checkpoint; name a checkpoint, a run, or its {CHECKPOINTS} folder")
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:

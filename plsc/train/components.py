@@ -36,6 +36,7 @@ from plsc.parallel.model_averaging import model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.asynchronous import AsynchronousChanges
+from plsc.train.compatible import InfluenceLoss, make_influence_loss
 from plsc.train.float8 import convert_to_float8
 from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
@@ -89,6 +90,7 @@ class TrainComponents:
 
     ``strategy`` holds the backbone and takes it through steps; replicas exchange gradients, or weights, through
     ``exchange``.
+    ``compatible`` is the loss by which embeddings stay comparable with an old model's, beside those of the ``tables``.
     ``data`` is the data set's fingerprint, which must not change between a run's checkpoint and its resumption.
     """
 
@@ -100,6 +102,7 @@ class TrainComponents:
     strategy: Strategy
     exchange: GradientExchange
     tables: list[TrainedTable]
+    compatible: InfluenceLoss | None
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     scaler: GradScaler
@@ -204,6 +207,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     tables = raise_on_all_ranks(mesh, lambda: make_tables(config, dataset, strategy, exact=exact))
     if isinstance(exchange, AsynchronousChanges):
         exchange.take_table(tables[0].optimizer)
+    compatible = raise_on_all_ranks(mesh, lambda: make_influence_loss(config, dataset, strategy, exact=exact))
     return TrainComponents(
         config,
         mesh,
@@ -213,6 +217,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         strategy,
         exchange,
         tables,
+        compatible,
         optimizer,
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),

@@ -138,6 +138,8 @@ class EfficiencyMeter:
                 max(head.num_classes, 1), head.centers, head.sample_rate, shards, round(batch * share)
             )
             of_heads += share * head_flops(head.dim, centers, trains_backbone=trains_backbone)
+        if (old := components.compatible) is not None and trains_backbone:  # logits, and the embedding's gradient
+            of_heads += 4 * old.head.dim * old.head.num_classes * old.head.centers
         return backbone + of_heads
 
     def utilisation(self, images_per_second: float) -> float | None:

@@ -180,6 +180,7 @@ def header(
         "pixels": _pixels(config.data),
         "model": _model(components, why_precision),
         **{_table_title(table): _head(table, components) for table in components.tables},
+        "old": "" if components.compatible is None else components.compatible.describe(),
         "files": _table_files(components),
         "ranks": _ranks(components),
         "work": work,

@@ -82,6 +82,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     check_keys(components, stored)
     is_same_data = _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
+    _check_centres(state, components)
     restore_tables(components, stored)
     stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     restore_optimizer(components, stored)
@@ -116,6 +117,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "data": components.data,
         "epoch_samples": components.dataset.mixture.epoch_length,
         "frozen": sorted(components.frozen_for_good),
+        "compatible": None if components.compatible is None else components.compatible.identity,
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
         "optimizer": optimizer_numbers(components),
@@ -219,6 +221,19 @@ def _check_frozen(before: list[str], components: TrainComponents) -> None:
             f"frozen and optim.groups freeze other weights for the whole run than it began with ({changed[0]}, for "
             "one); set them back to go on, or begin another run (another --out), with --init_weights "
             "RUN/model.safetensors and a [[stage]] for what changes on the way"
+        )
+
+
+def _check_centres(state: dict[str, Any], components: TrainComponents) -> None:
+    """The same ``compatible.with`` names the same centres: an old run may have gone on since."""
+    before, compatible = state.get("compatible"), components.compatible
+    if before is None or compatible is None or before == compatible.identity:
+        return
+    source = components.config.compatible.with_
+    if isinstance(before, dict) and stored_config(state["config"]).compatible.with_ == source:
+        raise UsageError(
+            f"compatible.with = {source} holds other centres ({compatible.origin}) than when the run began "
+            f"({before.get('origin')}); give the checkpoint or file that holds those, or begin another run"
         )
 
 

@@ -46,6 +46,7 @@ class StepResult:
     ``loss`` is the mean over the step's global samples, ``grad_norm`` that of the backbone (with the head's
     under clip_head) before clipping; ``skipped`` steps changed nothing; ``stop`` is the signal that some rank
     was asked to stop by, or 0. ``table_losses`` are the means of several tables, by name, each over its own samples.
+    ``influence_loss`` is that by an old model's class centres, without its weight; None without one.
     """
 
     loss: float
@@ -54,6 +55,7 @@ class StepResult:
     skipped: bool
     stop: int
     table_losses: dict[str, float]
+    influence_loss: float | None = None
 
 
 class TableBatch(NamedTuple):
@@ -103,18 +105,21 @@ def _pinned_as(labels: Tensor, values: Tensor) -> Tensor:
 class EnqueuedStep:
     """A step of ``images`` samples whose work is enqueued, and whose result the device has not come to yet.
 
-    ``tables`` are the names of the class tables whose losses are in the verdict.
+    ``tables`` are the names of the class tables whose losses are in the verdict, where there are several losses; behind
+    them is the one by old class centres if the step ``has_influence``.
     """
 
     images: int
     verdict: Verdict
     tables: Sequence[str]
+    has_influence: bool = False
 
     def result(self) -> StepResult:
         """The step's result; waits until the device has come to the ranks' vote, which is before the update."""
         skipped, stop, loss, norm, *losses = self.verdict.numbers()
-        by_table = dict(zip(self.tables, losses, strict=True)) if losses else {}
-        return StepResult(loss, norm, self.images, bool(skipped), int(stop), by_table)
+        influence = losses.pop() if self.has_influence else None
+        by_table = dict(zip(self.tables, losses, strict=True)) if len(losses) > 1 else {}
+        return StepResult(loss, norm, self.images, bool(skipped), int(stop), by_table, influence)
 
 
 class RunningStatistics:
@@ -168,6 +173,7 @@ class Stepper:
         self.statistics = RunningStatistics(components.strategy.backbone.buffers())
         self._preprocessing = components.config.data.preprocessing
         weights = [table.of.loss_weight for table in components.tables]
+        weights += [] if components.compatible is None else [components.compatible.weight]
         self._loss_weights = torch.tensor(weights, dtype=torch.float64, device=components.mesh.device)
         self._warm_up()
 
@@ -188,7 +194,8 @@ class Stepper:
         with step_part(OPTIMIZER):
             verdict = self._update(losses, margin_states, stop)
         names = [table.of.name for table in components.tables]
-        return EnqueuedStep(sum(batch.size for batch in group), verdict, names)
+        has_influence = components.compatible is not None
+        return EnqueuedStep(sum(batch.size for batch in group), verdict, names, has_influence)
 
     def _update(self, losses: Tensor, margin_states: Sequence[State], stop: int) -> Verdict:
         """Update everything by the gradients, or take back what the passes moved, as the ranks agree."""
@@ -216,9 +223,13 @@ class Stepper:
         return verdict
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
-        """Leave the gradients of the group's loss, times the loss scale; return the tables' mean losses (T,)."""
-        strategy, tables = self.components.strategy, self.components.tables
-        totals = torch.zeros(len(tables), dtype=torch.float64, device=self.components.mesh.device)
+        """Leave the gradients of the group's loss, times the loss scale.
+
+        Returns:
+            The mean losses: the tables', and the one by old class centres behind them.
+        """
+        strategy = self.components.strategy
+        totals = torch.zeros_like(self._loss_weights)
         for index, batch in enumerate(group):
             upcoming = group[index + 1] if index + 1 < len(group) else None
             loss = partial(self._loss, totals, group, batch, upcoming)
@@ -242,9 +253,9 @@ class Stepper:
         labels: Tensor,
         sizes: Sequence[int],
     ) -> Tensor:
-        """Return what is differentiated of a micro-batch, scaled: its share of each table's loss, with the weight."""
+        """Return what is differentiated of a micro-batch, scaled: its share of each loss, with the weight."""
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
-        terms = []
+        terms, compatible = [], self.components.compatible
         with step_part(HEAD):
             for number, table in enumerate(self.components.tables):
                 own, samples = (embeddings, labels, sizes), [each.size for each in group]
@@ -257,6 +268,11 @@ class Stepper:
                     loss = table.head(*own)
                     totals[number].add_(loss.detach().double() * share)
                     terms.append(loss * (share * table.of.loss_weight))
+            if compatible is not None:
+                share = sum(sizes) / sum(each.size for each in group)
+                loss = compatible(embeddings, labels, sizes)
+                totals[-1].add_(loss.detach().double() * share)
+                terms.append(loss * (share * compatible.weight))
             self._prefetch(upcoming)
         scaled: Tensor = self.components.scaler.scale(sum(terms[1:], terms[0]))
         return scaled
@@ -329,9 +345,10 @@ class Stepper:
 
     def _vote(self, losses: Tensor, norm: Tensor, stop: int) -> Verdict:
         """Agree with all ranks whether this step goes through, on the largest signal that any has received, and
-        send the step's loss, its norm and the tables' losses to the host along with that.
+        send the step's loss, its norm and the single losses to the host along with that.
         """
-        loss = (losses * self._loss_weights).sum() if self.components.config.table else losses[0]
+        is_sum = self.components.config.table or len(losses) > 1
+        loss = (losses * self._loss_weights).sum() if is_sum else losses[0]
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         for head in self.components.head_optimizers:
             bad = bad | (head.not_finite() != 0)

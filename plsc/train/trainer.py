@@ -348,6 +348,7 @@ class Trainer:
             "skipped_steps": self.position.skipped,
             **self.components.exchange.figures(),
             **self._of_tables(result),
+            **({} if result.influence_loss is None else {"influence_loss": result.influence_loss}),
             **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)
