@@ -38,8 +38,9 @@ from plsc.sizes import peak_resident_bytes
 
 BLOCK = 2048  # rows drawn, copied or checked at once
 CHECKED = 32  # queries searched at once by check
+PAUSE = 1.0  # seconds between the searches beside a compaction
 WARM = 2  # searches before times are taken
-ROUNDING = 2.0**-8  # of a bfloat16 number, relative; twice the unit roundoff
+ROUNDING = 3 * 2.0**-8  # at most, of a score: bfloat16 rounds both factors and the product by 2⁻⁹ of them
 MEMORY, UNIFIED = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 Figures = dict[str, float]
@@ -150,6 +151,7 @@ def compact(args: argparse.Namespace) -> Figures:
             begun = time.perf_counter()
             segment.scan.search(queries[len(times) % len(queries) :][:1], K)
             times.append(time.perf_counter() - begun)
+            stop.wait(PAUSE)
 
     def batches() -> Iterator[Faces]:
         for start in range(0, args.rows, BLOCK):
@@ -181,19 +183,20 @@ def check(args: argparse.Namespace) -> Figures:
 def float64_ranking(segment: SealedSegment, queries: Float32) -> tuple[Int64, int]:
     """Rows (Q, K) by float64 products, ties by number, and the number of queries with a tie that matters."""
     asked, asked_f64 = torch.from_numpy(queries).bfloat16(), queries.astype(np.float64)
-    margin = 2 * (2 * ROUNDING + 2.0**-8)  # both factors' rounding, and that of the product; lengths are 1
-    best = torch.full((len(queries), K + 1), -torch.inf)
+    least = torch.full((len(queries), 1), -torch.inf)
     kept: list[list[tuple[float, int]]] = [[] for _ in queries]
-    for start in range(0, len(segment), BLOCK):
+    for number, start in enumerate(range(0, len(segment), BLOCK)):
         rows = np.array(segment.vectors[start : start + BLOCK], subok=False)
         scores = (asked @ torch.from_numpy(rows).bfloat16().T).float()
-        best = torch.cat([best, scores.topk(min(K + 1, len(rows)), dim=1).values], dim=1).topk(K + 1, dim=1).values
-        near = (scores >= best[:, K:] - margin).nonzero().numpy()
+        if not number:
+            least = scores.topk(K + 1, dim=1).values[:, K:] - 2 * ROUNDING
+        near = (scores >= least).nonzero().numpy()
         exact = (rows[near[:, 1]].astype(np.float64) * asked_f64[near[:, 0]]).sum(axis=1)
         for query, row, score in zip(near[:, 0].tolist(), near[:, 1].tolist(), exact.tolist(), strict=True):
             kept[query].append((-score, start + row))
-        if start // BLOCK % 256 == 255:
+        if number % 16 == 0:
             kept = [sorted(found)[: K + 1] for found in kept]
+            least = torch.tensor([[-found[K][0] - ROUNDING] for found in kept], dtype=torch.float32)
     ranked = [sorted(found)[: K + 1] for found in kept]
     ties = sum(len({score for score, _ in found}) < len(found) for found in ranked)
     return np.array([[row for _, row in found[:K]] for found in ranked]), ties
