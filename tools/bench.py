@@ -216,8 +216,9 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     Each search runs in freshly started processes; all take turns, --rounds times. Recall is against float64; memory is
     the peak above the libraries.
 
-    contestants: plsc (bf16 candidates, ranked in high precision), plsc-fp32; with --baselines numpy, faiss (as
-    shipped), faiss-tuned (the best of four block sizes for each batch), usearch (where it is installed).
+    contestants: plsc-int8, plsc (candidates by int8 and bf16, ranked in high precision), plsc-fp32; with --baselines
+    numpy, faiss (as shipped), faiss-tuned (the best of four block sizes for each batch), usearch (where it is
+    installed).
     """
     from plsc.bench.report import draw_searches, search_table
     from plsc.bench.search import SearchComparison, compare_searches

@@ -69,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "enrol no picture whose quality is lower: sharpness=N, norm=N, or a package's own (none)"
     model.add_argument("--quality-gate", nargs="+", default=[], metavar="NAME=N", help=text)
     search = parser.add_argument_group("searching")
-    search.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the vectors in memory (bf16)")
+    text = "that searches scan vectors in, which changes no answer (auto: int8 where the processor multiplies bytes)"
+    search.add_argument("--precision", choices=("auto", "int8", "bf16", "fp32"), default="auto", help=text)
     search.add_argument("--latency-ms", type=float, metavar="L", help="allow approximate search where exact misses it")
     search.add_argument("--max-batch", type=positive, default=64, metavar="N", help="rows of a device batch (64)")
     search.add_argument("--max-wait-ms", type=float, default=2.0, metavar="W", help="longest wait to fill one (2)")

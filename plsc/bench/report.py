@@ -17,7 +17,7 @@ _CONTESTANT_COLOURS = {
     ROOFLINE: "#888888",
     "plsc": _BLUE,
     "plsc-fp32": _SKY,
-    "plsc-no-momentum": _GREEN,
+    **dict.fromkeys(("plsc-no-momentum", "plsc-int8"), _GREEN),
     **dict.fromkeys(("partial-fc", "arcface-torch", "faiss"), _ORANGE),
     **dict.fromkeys(("dense", "plain", "numpy"), _GREY),
     **dict.fromkeys(("linear-cross-entropy", "faiss-tuned"), _PINK),

@@ -139,6 +139,7 @@ def _scan(precision: str, data: SearchData, threads: int) -> Search:
 
 
 SEARCHES = {
+    "plsc-int8": Contestant("plsc, int8 + float32 ranking", partial(_scan, "int8")),
     "plsc": Contestant("plsc, bf16 + float32 ranking", partial(_scan, "bf16")),
     "plsc-fp32": Contestant("plsc, float32", partial(_scan, "fp32")),
 }

@@ -39,7 +39,7 @@ SPEC_FORMS = " or ".join(f"{scheme}:{server.address}" for scheme, server in SERV
 def open_store(
     spec: str | Path,
     *,
-    precision: str = "bf16",
+    precision: str = "auto",
     latency_ms: float | None = None,
     compact_within: float = COMPACT_WITHIN,
     key_file: str | Path | None = None,
@@ -48,7 +48,7 @@ def open_store(
 
     Args:
         spec: a folder (SQLite and files), or the address of a server with its scheme: "milvus:URI", "postgres:DSN".
-        precision: "bf16" or "fp32", of the copy of the vectors that a folder's store scans; ignored by servers.
+        precision: "auto", "int8", "bf16" or "fp32", in which a folder's store scans the vectors; ignored by servers.
         latency_ms: target for a single query in a folder's store, beyond which approximate search is tried; None:
             always exact. Ignored by servers.
         compact_within: seconds after which no file of a folder's store holds a deleted face's vector, or texts of a

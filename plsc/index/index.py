@@ -8,9 +8,9 @@
       index.faiss           kinds ivf, hnsw and pq: the approximate structure over the first N − held_out rows
       index.ivfdata         its cells, where they were larger than the memory allowed; searching maps them
 
-``exact`` searches vectors.npy itself, or a bfloat16 copy of it in memory where that is faster. For the others a few
-real rows stay outside the structure and are searched by brute force beside it, so that the recall can be measured
-again at any time, on the queries that the tuning used.
+``exact`` searches vectors.npy itself, or 8-bit codes or a bfloat16 copy of it in memory where that is faster. For the
+others a few real rows stay outside the structure and are searched by brute force beside it, so that the recall can be
+measured again at any time, on the queries that the tuning used.
 """
 
 from __future__ import annotations  # signatures in help() then read as they are written here

@@ -1,31 +1,32 @@
 """Exact search by scanning every row: candidates in low precision, the answer in float64.
 
-A bfloat16 copy of the rows has half the bytes of float32 and multiplies many times as fast. Its scores are off by no
-more than a bound that follows from the rounding errors themselves (Cauchy-Schwarz, :func:`query_error`). Every row
-within twice that bound of the k-th best score is a candidate, and candidates are scored again from the float32 rows in
-float64. So the answer is the ranking of a float64 scan, however close rows lie; where very many are that close, all of
-them are scored in float64.
+Codes of 8 bits have a quarter of the bytes of the float32 rows, a bfloat16 copy a half, and both multiply many times as
+fast. Their scores are off by no more than a bound that follows from the rounding errors themselves (Cauchy-Schwarz,
+:mod:`plsc.index.codes` and :func:`plsc.index.scan_copy.query_error`). Every row within twice that bound of the k-th
+best score is a candidate, and candidates are scored again from the float32 rows in float64. So the answer is the
+ranking of a float64 scan, however close rows lie; where very many are that close, all of them are scored in float64.
 
 :class:`ExactScan` is what callers use. It chooses one of two backends when it is made: :class:`NativeScan` (C++, on a
 CPU with a compiler) or :class:`TorchScan` (on a GPU, and on a CPU without a compiler). :class:`ExactSearch` leaves few
 rows or queries to faiss' brute force, which needs no copy.
 """
 
-import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError
-from plsc.index import faiss_gpu
-from plsc.index.rows import Float32, Int64, Mask, RowSource, rank
-from plsc.native.scan import PADDED_TO, Rows, ScanKernel, load_scan
+from plsc.errors import UsageError
+from plsc.index import codes, faiss_gpu
+from plsc.index.rows import Float32, Int64, Mask, rank
+from plsc.index.scan_copy import ScanCopy, query_error, signed
+from plsc.native.scan import LowQueries, Rows, ScanKernel, load_scan
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("int8", "bf16", "fp32")
+AUTO = "auto"
 # Rows per matrix product of faiss: with its own 1,024 the products are too small for several threads, and 65,536 is no
 # faster than this but holds a gigabyte of scores at once (faiss multiplies 4,096 queries by a block).
 DATABASE_BLOCK = 16384
@@ -37,8 +38,7 @@ _RESULTS = 1 << 20  # rows returned by one pass of a backend, over all its queri
 _CANDIDATES = 1 << 22  # kept at once over all queries (native: by each thread)
 _SCORES = 1 << 22  # in one matrix product of the torch backend
 _ONE_THREAD_BELOW = 1 << 21  # multiplications; starting a second thread costs more than it saves
-_SUM_ERROR = 2.0**-23  # of each float32 addition, relative to the lengths; twice the unit roundoff, for slack
-_SLACK = 1.001  # since lengths are themselves computed in float32
+_WHOLE_ROWS, _WHOLE_QUERIES = 32, 32  # that a product of bytes on a GPU takes at a time
 _BF16_ROUNDING = 2.0**-8  # relative, of a score that a bfloat16 product of torch returns
 
 
@@ -48,31 +48,45 @@ class ExactScan:
     Args:
         vectors: float32 in C order, rows of length 1 or less, usually a memory map. Kept, not copied: candidates are
             read for every answer, from the map's file where there is one.
-        precision: "bf16" scans a copy of 2 bytes a number; "fp32" scans ``vectors`` themselves.
+        precision: "int8" scans codes of 1 byte a number, "bf16" a copy of 2 bytes a number, "fp32" ``vectors``
+            themselves; "auto" is :func:`best_precision`.
         device: "cpu", or "cuda", which keeps what is scanned in the GPU's memory.
+        row_codes: of the vectors, where they have been made before; used for "int8" on a CPU.
 
     Attributes:
-        precision: as given.
+        precision: the one that is scanned in.
         backend: "native" or "torch", the implementation that was chosen.
         products: the unit that multiplies the rows, by :class:`plsc.native.scan.ScanKernel`'s names, or "torch".
 
     Raises:
-        UsageError: another shape, type or precision.
+        UsageError: another shape, type or precision, or rows too wide for codes.
         DataError: a row that is not finite.
     """
 
-    def __init__(self, vectors: Float32, *, precision: str = "bf16", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        vectors: Float32,
+        *,
+        precision: str = AUTO,
+        device: str = "cpu",
+        row_codes: codes.RowCodes | None = None,
+    ) -> None:
         if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
             raise UsageError(f"a scan takes float32 rows in C order, not {vectors.dtype}{list(vectors.shape)}")
-        if precision not in PRECISIONS:
-            raise UsageError(f"no precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
+        if precision not in (AUTO, *PRECISIONS):
+            raise UsageError(f"no precision {precision!r}; it is one of {', '.join((AUTO, *PRECISIONS))}")
+        if precision == AUTO:
+            precision = best_precision(vectors.shape[1], device)
+        if precision == "int8" and vectors.shape[1] > codes.LARGEST_DIM:
+            raise UsageError(f"int8 takes rows of up to {codes.LARGEST_DIM:,} numbers; give bf16 or fp32")
         self.precision = precision
         self._vectors = vectors
-        self._copy = ScanCopy(vectors, precision, torch.device(device))
+        self._copy = ScanCopy(vectors, precision, torch.device(device), row_codes)
         kernel = load_scan() if self._copy.device.type == "cpu" else None
         self.backend = "torch" if kernel is None else "native"
-        self.products = "torch" if kernel is None else kernel.products[precision == "fp32"]
-        self._scan: ScanBackend = TorchScan(self._copy) if kernel is None else NativeScan(self._copy, kernel)
+        self.products = "torch" if kernel is None else kernel.products[precision]
+        by_torch = TorchCodeScan if precision == "int8" else TorchScan
+        self._scan: ScanBackend = by_torch(self._copy) if kernel is None else NativeScan(self._copy, kernel)
 
     def __len__(self) -> int:
         return len(self._vectors)
@@ -120,6 +134,13 @@ class ExactScan:
             raise UsageError(f"allowed is {allowed.dtype}{list(allowed.shape)}; it takes bool [{len(self)}]")
 
 
+def best_precision(dim: int, device: str = "cpu") -> str:
+    """What "auto" is: "int8" where a compiled scan multiplies bytes, and rows of ``dim`` fit it, else "bf16"."""
+    kernel = load_scan() if device == "cpu" else None
+    has_bytes = kernel is not None and kernel.products["int8"] != "portable"
+    return "int8" if has_bytes and dim <= codes.LARGEST_DIM else "bf16"
+
+
 class ScanBackend(Protocol):
     """An implementation of the scan."""
 
@@ -130,29 +151,32 @@ class ScanBackend(Protocol):
 class NativeScan:
     """Scan by compiled kernels (plsc/native/scan_kernels.cpp), with as many threads as torch uses."""
 
-    def __init__(self, copy: "ScanCopy", kernel: ScanKernel) -> None:
-        self._kernel, self._bounds = kernel, copy.bounds
+    def __init__(self, copy: ScanCopy, kernel: ScanKernel) -> None:
+        self._kernel, self._copy = kernel, copy
         # Where the processor multiplies bfloat16 numbers, queries are rounded too; elsewhere, rows are widened.
         self._rounds_queries = copy.rows is not None and kernel.rounds_queries
-        base = copy.vectors if copy.rows is None else copy.rows.view(torch.uint16).numpy()
-        self._rows = Rows(np.asarray(copy.vectors), np.asarray(base), copy.source.descriptor, copy.source.offset)
+        base: Any = copy.vectors
+        if copy.codes is not None:
+            base = copy.codes.codes
+        elif copy.rows is not None:
+            base = copy.rows.view(torch.uint16).numpy()
+        bounds = None if copy.codes is None else copy.code_bounds.numpy()
+        file = (copy.source.descriptor, copy.source.offset)
+        self._rows = Rows(np.asarray(copy.vectors), np.asarray(base), *file, bounds)
 
     def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
         """Scores and rows (Q, k), 0 < k <= ``count``, the number of rows ``allowed``."""
         index = None
         if allowed is not None and 2 * count < len(allowed):  # few: visit them alone instead of testing every row
             index, allowed = np.flatnonzero(allowed).astype(np.int64), None
-        exact = torch.from_numpy(np.array(queries))
-        rounded = exact.bfloat16() if self._rounds_queries else exact
-        error = query_error(exact, rounded, self._bounds)
-        low = rounded.view(torch.uint16).numpy() if self._rounds_queries else None
+        low, margin = self._low(queries)
         score_all = 4 * k >= count  # then a first pass in low precision would exclude next to nothing
-        multiplications = count * len(queries) * exact.shape[1]
+        multiplications = count * len(queries) * queries.shape[1]
         scores, rows, _ = self._kernel(
             replace(self._rows, base=None) if score_all else self._rows,
             queries,
             None if score_all else low,
-            (2 * error).numpy(),
+            margin,
             k,
             index=index,
             allowed=allowed,
@@ -161,11 +185,21 @@ class NativeScan:
         )
         return scores, rows
 
+    def _low(self, queries: Float32) -> tuple[LowQueries | None, Float32]:
+        """The queries in the precision of the rows, None for float32, and twice what a score may be off (Q,)."""
+        if self._copy.codes is not None:
+            coded = codes.encode_queries(queries, self._copy.code_maxima)
+            return LowQueries(coded.digits, coded.steps, coded.lengths), coded.margin
+        exact = torch.from_numpy(np.array(queries))
+        rounded = exact.bfloat16() if self._rounds_queries else exact
+        margin = (2 * query_error(exact, rounded, self._copy.bounds)).numpy()
+        return LowQueries(rounded.view(torch.uint16).numpy()) if self._rounds_queries else None, margin
+
 
 class TorchScan:
     """Scan by PyTorch's matrix products, on the device of the copy."""
 
-    def __init__(self, copy: "ScanCopy") -> None:
+    def __init__(self, copy: ScanCopy) -> None:
         self._copy = copy
 
     def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
@@ -205,6 +239,40 @@ class TorchScan:
         return torch.from_numpy(np.array(self._copy.vectors[start:stop], subok=False))
 
 
+class TorchCodeScan(TorchScan):
+    """The same by codes: ``torch._int_mm``, which multiplies bytes on CPUs and GPUs, by both digits of the queries."""
+
+    def _shortlists(self, queries: Float32, k: int, allowed: Mask | None) -> list[Int64 | None]:
+        copy, count, device = self._copy, len(self._copy.vectors), self._copy.device
+        coded = codes.encode_queries(queries, copy.code_maxima)
+        padded = -(-2 * len(queries) // _WHOLE_QUERIES) * _WHOLE_QUERIES
+        digits = torch.zeros(padded, coded.digits.shape[2], dtype=torch.int8)
+        digits[: 2 * len(queries)] = torch.from_numpy(coded.digits).transpose(0, 1).flatten(0, 1)
+        digits = digits.to(device)
+        of_queries = (coded.steps, coded.lengths, coded.margin)
+        steps, lengths, margin = (torch.from_numpy(part).to(device) for part in of_queries)
+        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(device)
+        pool = _CandidatePool(k, margin)
+        step = max(1, _SCORES // len(digits) // _WHOLE_ROWS) * _WHOLE_ROWS
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            high, low = torch._int_mm(digits, self._codes(start, start + step).T)[: 2 * len(queries)].float().chunk(2)
+            scale, residue = copy.code_bounds[:2, rows]
+            slack = lengths[:, None] * residue
+            scores = (128 * high + low)[:, : rows.stop - start] * steps[:, None] * scale + slack
+            if mask is not None:
+                scores.masked_fill_(~mask[rows], -torch.inf)
+            pool.add(start, scores, scores - 2 * slack)
+        return pool.finish()
+
+    def _codes(self, start: int, stop: int) -> Tensor:
+        copy = self._copy
+        if copy.signed_codes is not None:
+            return copy.signed_codes[start:stop]
+        assert copy.codes is not None, "the rows are coded"
+        return signed(torch.from_numpy(np.array(copy.codes.codes[start:stop], subok=False)))
+
+
 class _CandidatePool:
     """Collects, chunk by chunk of the rows, those that may still be among the best ``k`` of each query."""
 
@@ -218,9 +286,15 @@ class _CandidatePool:
         # Queries with too many candidates: theirs are dropped, and the caller scores every row in float64 instead.
         self._crowded = torch.zeros(len(margin), dtype=torch.bool, device=margin.device)
 
-    def add(self, start: int, scores: Tensor) -> None:
-        """scores: (Q, n) of the rows from ``start`` on, −inf for those that are not allowed."""
-        top = scores.topk(min(self._k, scores.shape[1]), dim=1).values
+    def add(self, start: int, scores: Tensor, lowest: Tensor | None = None) -> None:
+        """Take the rows from ``start`` on.
+
+        Args:
+            start: the first row's number.
+            scores: (Q, n), −inf for those that are not allowed.
+            lowest: (Q, n), of rows that have bounds of their own, whose scores are the highest; None: the scores.
+        """
+        top = (scores if lowest is None else lowest).topk(min(self._k, scores.shape[1]), dim=1).values
         self._best = torch.cat([self._best, top], dim=1).topk(self._k, dim=1).values
         keep = (scores >= self._threshold()[:, None]) & (scores > -torch.inf)
         queries, rows = keep.nonzero(as_tuple=True)
@@ -250,98 +324,6 @@ class _CandidatePool:
             self._crowded |= counts > max(4 * self._k, _CANDIDATES // (2 * len(self._margin)))
             keep &= ~self._crowded[queries]
         self._queries, self._rows, self._scores = [queries[keep]], [rows[keep]], [scores[keep]]
-
-
-class ScanCopy:
-    """Memory that a scan reads: a bfloat16 copy of ``vectors`` (N, D), a copy on a GPU, or the vectors themselves.
-
-    Attributes:
-        source: reads the float32 rows.
-        rows: (N, stride) on ``device``, bfloat16 with stride the next multiple of 32 from D on and zeros behind D, or
-            float32 on a GPU; None: the vectors themselves are scanned.
-        bounds: of the rounding errors of the rows.
-    """
-
-    def __init__(self, vectors: Float32, precision: str, device: torch.device) -> None:
-        self.vectors, self.device = vectors, device
-        self.source = RowSource(vectors)
-        self.bounds = RowBounds()
-        self.rows: Tensor | None = None
-        count, dim = vectors.shape
-        if precision == "bf16":
-            self.rows = _empty_bf16(count, -(-dim // PADDED_TO) * PADDED_TO, device)
-        elif device.type != "cpu":
-            self.rows = torch.empty(count, dim, device=device)
-        for start, part in self.source.chunks():
-            exact = torch.from_numpy(part)
-            if self.rows is None:
-                self.bounds.add(start, exact, exact)
-                continue
-            rounded = exact.to(self.rows.dtype)
-            self.bounds.add(start, exact, rounded)
-            self.rows[start : start + len(exact), :dim] = rounded.to(device)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of what is scanned."""
-        return self.vectors.nbytes if self.rows is None else self.rows.nbytes
-
-
-def _empty_bf16(count: int, stride: int, device: torch.device) -> Tensor:
-    """(count, stride) zeros; on a CPU in huge pages where the system has them, because scans read it end to end."""
-    if device.type != "cpu" or not count:
-        return torch.zeros(count, stride, dtype=torch.bfloat16, device=device)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Private, since shared memory gets no huge pages.
-        memory = mmap.mmap(-1, count * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        memory = mmap.mmap(-1, count * stride * 2)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint16)).view(torch.bfloat16).view(count, stride)
-
-
-@dataclass
-class RowBounds:
-    """Upper bounds over all rows added.
-
-    Attributes:
-        longest: of a row's length.
-        largest_residue: of the length of (row − rounded row).
-    """
-
-    longest: float = 0.0
-    largest_residue: float = 0.0
-
-    def add(self, start: int, exact: Tensor, rounded: Tensor) -> None:
-        """exact, rounded: (n, D), the rows from ``start`` on; :class:`DataError` for one that is not finite."""
-        lengths = exact.norm(dim=1)
-        if not bool(lengths.isfinite().all()):
-            raise DataError(f"row {start + int((~lengths.isfinite()).nonzero()[0])} of the vectors is not finite")
-        self.longest = max(self.longest, _SLACK * float(lengths.max()))
-        if rounded.dtype != exact.dtype:
-            residues = (exact - rounded.to(exact.dtype)).norm(dim=1)
-            self.largest_residue = max(self.largest_residue, _SLACK * float(residues.max()))
-
-
-def query_error(exact: Tensor, rounded: Tensor, rows: RowBounds) -> Tensor:
-    """Bound the error of low-precision scores: |⟨q, v⟩ − computed ⟨q', v'⟩| for any row v.
-
-    ⟨q, v⟩ − ⟨q', v'⟩ = ⟨q − q', v⟩ + ⟨q', v − v'⟩, each bounded by Cauchy-Schwarz; the float32 sum of D products adds
-    its own rounding.
-
-    Args:
-        exact: queries q (Q, D).
-        rounded: the same after rounding, q'.
-        rows: the bounds of the rows v and their rounded v'.
-
-    Returns:
-        (Q,) bounds.
-    """
-    residue = torch.linalg.vector_norm(exact - rounded, dim=1) * _SLACK
-    length = torch.linalg.vector_norm(exact, dim=1) * _SLACK + residue  # at least those of q and of q'
-    summing = (exact.shape[1] + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)
-    error: Tensor = residue * rows.longest + length * (rows.largest_residue + summing)
-    return error
 
 
 class ExactSearcher(Protocol):

@@ -1,7 +1,8 @@
-"""The compiled exact scan as a function of arrays: candidates in bfloat16 or float32, the ranking in float64.
+"""The compiled exact scan as a function of arrays: candidates by 8-bit codes, bfloat16 or float32, ranked in float64.
 
-Where the processor multiplies bfloat16 numbers (matrix tiles of Intel AMX, AVX-512 BF16, ARM's BF16), the queries of
-rows in bfloat16 are rounded too; any other processor widens such rows and multiplies them by float32 queries.
+Codes are multiplied by both digits of a query (:mod:`plsc.index.codes`), in int32. Where the processor multiplies
+bfloat16 numbers (matrix tiles of Intel AMX, AVX-512 BF16, ARM's BF16), the queries of rows in bfloat16 are rounded too;
+any other processor widens such rows and multiplies them by float32 queries.
 """
 
 import ctypes
@@ -21,16 +22,20 @@ PADDED_TO = 32  # the width of bfloat16 rows is a multiple of this many numbers
 _PANEL = 32  # the kernel reads queries in panels of this many, zeros behind the last
 _UNREADABLE = -2  # the kernel's return value for a file that cannot be read
 _SOURCE = "scan_kernels"
+_KINDS = {"int8": 2, "bf16": 1, "fp32": 0}  # kCodes, kBfloats and kFloats of scan_kernels.cpp
+_KIND_OF = {np.dtype(np.uint8): 2, np.dtype(np.uint16): 1}
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 # plsc_scan's parameters, in the order of scan_kernels.cpp.
 _ARGUMENTS = (
-    *(_POINTER, ctypes.c_int, _INTEGER),  # base, is_bf16, stride
+    *(_POINTER, ctypes.c_int, _INTEGER, _POINTER, _POINTER),  # base, kind, stride, scales, residues
     *(_POINTER, ctypes.c_int, _INTEGER, _INTEGER),  # vectors, file, offset, dim
     *(_POINTER, _INTEGER, _POINTER),  # index, count, allowed
-    *(_POINTER, _POINTER, _INTEGER),  # queries, low_queries, query_count
+    *(_POINTER, _POINTER, _POINTER, _POINTER, _INTEGER),  # queries, low_queries, query_scales, lengths, query_count
     *(_INTEGER, _POINTER, _INTEGER, _INTEGER),  # k, margin, most, threads
     *(_POINTER, _POINTER),  # scores, rows
 )
+# plsc_encode_rows' parameters: rows, count, dim, stride, four constants; codes, steps, residues, lengths.
+_ENCODING_ARGUMENTS: tuple[Any, ...] = (_POINTER, *[_INTEGER] * 3, *[ctypes.c_float] * 4, *[_POINTER] * 4)
 
 
 @dataclass(frozen=True)
@@ -40,23 +45,41 @@ class Rows:
     Attributes:
         vectors: (N, D) float32.
         base: (N, stride) uint16, the bits of bfloat16 numbers with zeros behind the first D, stride a multiple of 32;
-            or ``vectors`` again; or None, to score every row in float64.
+            or (N, stride) uint8, codes, stride a multiple of 64; or ``vectors`` again; or None, to score every row in
+            float64.
         descriptor: of the file that holds the vectors, which are then read from it and not from memory; or None.
         offset: bytes from its beginning to the first row.
+        code_bounds: (2, N) float32, of codes: their steps, and bounds of what they leave of the rows.
     """
 
     vectors: Float32
     base: npt.NDArray[Any] | None
     descriptor: int | None = None
     offset: int = 0
+    code_bounds: Float32 | None = None
+
+
+@dataclass(frozen=True)
+class LowQueries:
+    """Q queries in the precision of the rows.
+
+    Attributes:
+        numbers: (Q, D) uint16, the bits of bfloat16 numbers; or (Q, 2, stride) int8, digits.
+        steps, lengths: (Q,) float32, of digits.
+    """
+
+    numbers: npt.NDArray[Any]
+    steps: Float32 | None = None
+    lengths: Float32 | None = None
 
 
 class ScanKernel:
     """The compiled scan; :func:`load_scan` makes one.
 
     Attributes:
-        products: the unit that multiplies bfloat16 and the one that multiplies float32 rows, of "amx", "avx512-bf16",
-            "avx512", "avx2", "neon-bf16", "neon" and "portable" (without fused multiply-adds).
+        products: the unit that multiplies, by the rows' precision. "bf16" and "fp32": "amx", "avx512-bf16", "avx512",
+            "avx2", "neon-bf16", "neon" or "portable" (without fused multiply-adds). "int8": "amx-int8", "avx512-vnni",
+            "avx512", "avx2-vnni", "avx2", "neon-dot" or "portable" (without products of bytes).
         rounds_queries: True if it takes queries in bfloat16.
     """
 
@@ -64,15 +87,18 @@ class ScanKernel:
         self._run = compiled.plsc_scan
         self._run.argtypes, self._run.restype = _ARGUMENTS, _INTEGER
         compiled.plsc_scan_products.restype = ctypes.c_char_p
-        bf16, fp32 = (compiled.plsc_scan_products(is_bf16).decode() for is_bf16 in (1, 0))
-        self.products: tuple[str, str] = (bf16, fp32)
+        self.products: dict[str, str] = {
+            precision: compiled.plsc_scan_products(kind).decode() for precision, kind in _KINDS.items()
+        }
+        self._encode = compiled.plsc_encode_rows
+        self._encode.argtypes, self._encode.restype = _ENCODING_ARGUMENTS, _INTEGER
         self.rounds_queries = bool(compiled.plsc_rounds_queries())
 
     def __call__(
         self,
         rows: Rows,
         queries: Float32,
-        low_queries: npt.NDArray[np.uint16] | None,
+        low_queries: LowQueries | None,
         margin: Float32,
         k: int,
         *,
@@ -86,8 +112,9 @@ class ScanKernel:
         Args:
             rows: what to scan.
             queries: (Q, D).
-            low_queries: (Q, D) bits of the queries in bfloat16 for bfloat16 rows where ``rounds_queries``; else None.
-            margin: (Q,), the distance below the k-th best score in low precision at which a row is still a candidate.
+            low_queries: the queries for codes, and for bfloat16 rows where ``rounds_queries``; else None.
+            margin: (Q,), the distance below the k-th best score in low precision at which a row is still a candidate;
+                of codes, besides that which the row's own bound adds.
             k: how many rows, at least one.
             index: (n,) ascending, the rows to visit; None: all N.
             allowed: (N,), True for those among them that may be found, at least k; None: all.
@@ -104,15 +131,18 @@ class ScanKernel:
         dim = rows.vectors.shape[1]
         stride = dim if rows.base is None else rows.base.shape[1]
         # Named, so that the arrays live until the call is over: the kernel gets addresses alone.
-        padded, low = _padded(queries, stride), None if low_queries is None else _padded(low_queries, stride)
+        padded = _padded(queries, stride)
+        low, steps, lengths = _padded_low(low_queries, stride)
+        scales, residues = (None, None) if rows.code_bounds is None else rows.code_bounds[:2]
         margin = np.ascontiguousarray(margin, dtype=np.float32)
         scores = np.empty((len(queries), k), dtype=np.float32)
         found = np.empty((len(queries), k), dtype=np.int64)
         ranked = self._run(
-            *(_address(rows.base), rows.base is not None and rows.base.dtype == np.uint16, stride),
+            *(_address(rows.base), 0 if rows.base is None else _KIND_OF.get(rows.base.dtype, 0), stride),
+            *(_address(scales), _address(residues)),
             *(_address(rows.vectors), -1 if rows.descriptor is None else rows.descriptor, rows.offset, dim),
             *(_address(index), len(rows.vectors) if index is None else len(index), _address(allowed)),
-            *(_address(padded), _address(low), len(queries)),
+            *(_address(padded), _address(low), _address(steps), _address(lengths), len(queries)),
             *(k, _address(margin), most, threads),
             *(_address(scores), _address(found)),
         )
@@ -122,6 +152,23 @@ class ScanKernel:
             raise MemoryError("the scan's shortlists do not fit into memory")
         return scores, found, ranked
 
+    def encode(
+        self, rows: Float32, codes: npt.NDArray[np.uint8], bounds: Float32, constants: tuple[float, float, float, float]
+    ) -> int:
+        """Code ``rows`` (n, D) into ``codes`` (n, stride) and ``bounds`` (3, n), as plsc.index.codes.encode_rows does.
+
+        Args:
+            rows: in C order.
+            codes: in C order.
+            bounds: whose three rows are contiguous.
+            constants: of plsc.index.codes: the slack of lengths, a code's rounding, underflow and the least step.
+
+        Returns:
+            The first row that is not finite; -1: all are.
+        """
+        into = (codes.ctypes.data, *(bound.ctypes.data for bound in bounds))
+        return int(self._encode(rows.ctypes.data, *rows.shape, codes.shape[1], *constants, *into))
+
 
 def load_scan() -> ScanKernel | None:
     """The compiled scan for this processor (or for ``PLSC_CPU``, see :mod:`plsc.native.build`); None: no compiler."""
@@ -130,10 +177,20 @@ def load_scan() -> ScanKernel | None:
 
 
 def _padded(queries: npt.NDArray[Any], stride: int) -> npt.NDArray[Any]:
-    """``queries`` with zeros to the right and below, for whole panels of whole rows."""
+    """``queries`` (Q, D) with zeros to the right and below, for whole panels of whole rows."""
     padded = np.zeros((-(-len(queries) // _PANEL) * _PANEL, stride), dtype=queries.dtype)
     padded[: len(queries), : queries.shape[1]] = queries
     return padded
+
+
+def _padded_low(queries: LowQueries | None, stride: int) -> tuple[npt.NDArray[Any] | None, ...]:
+    """Numbers, steps and lengths for whole panels; None where there are none."""
+    if queries is None:
+        return None, None, None
+    if queries.steps is None or queries.lengths is None:
+        return _padded(queries.numbers, stride), None, None
+    digits = _padded(queries.numbers.reshape(len(queries.numbers), -1), 2 * stride)
+    return digits, _padded(queries.steps[:, None], 1), _padded(queries.lengths[:, None], 1)
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:

@@ -1,9 +1,12 @@
-// Exact search over rows of bf16 or float32: products compared with thresholds, then the candidates in float64.
+// Exact search over rows of 8-bit codes, bf16 or float32: products compared with thresholds, then the candidates in
+// float64.
 //
 // Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Rows are read in blocks,
 // queries are multiplied in panels (scan_products.h), and threads take stripes of rows from a shared counter, because other
 // programs may slow one of them. A row becomes a query's candidate when its score reaches the k-th best so far less
-// `margin`, which is twice what rounding can change; so the shortlists contain every row of the true answer.
+// `margin`, which is twice what rounding can change; so the shortlists contain every row of the true answer. Of codes,
+// each row has a bound of its own (plsc/index/codes.py): its score is the highest that it can have, and the k-th best is
+// taken of the lowest.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -17,6 +20,8 @@
 
 #include <unistd.h>
 
+#include "code_products.h"
+#include "row_codes.h"
 #include "scan_products.h"
 
 namespace {
@@ -24,6 +29,7 @@ namespace {
 constexpr int64_t kGroup = 4;      // panels that are multiplied by one part of the rows while it is in the cache
 constexpr int64_t kAheadBytes = 16384;  // the distance at which rows are prefetched for few queries
 constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time, rounded down to whole blocks
+constexpr int kFloats = 0, kBfloats = 1, kCodes = 2;  // kinds of rows
 constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // return values of a call that failed
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -51,8 +57,10 @@ inline double multiply_exactly(const float* row, const double* query, int64_t di
 
 // The rows and queries of one call. The queries are padded with zeros to whole panels.
 struct Search {
-    const void* base;            // rows of bf16 or float32, `stride` numbers from one to the next
+    const void* base;            // rows of codes, bf16 or float32, `stride` numbers from one to the next
     int64_t stride;
+    const float* scales;         // of codes (N): what one step of a row's codes is
+    const float* residues;       // of codes (N): at least the length of the row less what its codes stand for
     const float* vectors;        // (N, dim), the float32 rows
     int file;                    // descriptor of a file to read them from, beginning at `offset`, or -1
     int64_t offset;
@@ -61,7 +69,10 @@ struct Search {
     int64_t count;
     const uint8_t* allowed;      // a byte for every row, zero where it must not be found; null: all may
     const float* queries;        // (panels·32, stride)
-    const bf16* low_queries;     // the same in bf16; null: multiply in float32
+    const void* low_queries;     // the same in bf16, or of codes the digits (panels·32, 2, stride); null: float32
+    const float* query_scales;   // of codes (panels·32): what one step of a query's digits is
+    const float* lengths;        // of codes (panels·32): at least a query's length
+    const int32_t* offsets;      // of codes (2, panels·32): what the sums of each digit's products are too high
     const void* packed;          // the queries, of either kind, as the products take them
     int64_t query_count, k;
     const float* margin;         // (query_count)
@@ -69,7 +80,12 @@ struct Search {
 
     int64_t row(int64_t position) const { return index ? index[position] : position; }
     const float* queries_of(float) const { return queries; }
-    const bf16* queries_of(bf16) const { return low_queries; }
+    const bf16* queries_of(bf16) const { return static_cast<const bf16*>(low_queries); }
+    const int8_t* queries_of(uint8_t) const { return static_cast<const int8_t*>(low_queries); }
+    // The lowest score, up to `margin`, of a row whose highest it is.
+    float lowest(int64_t query, float score, int64_t row) const {
+        return residues ? score - 2 * lengths[query] * residues[row] : score;
+    }
     bool may_find(int64_t row) const { return !allowed || allowed[row]; }
 };
 
@@ -124,7 +140,7 @@ private:
 };
 
 struct Candidate {
-    float score;
+    float score, lowest;
     int64_t row;
 };
 
@@ -137,8 +153,8 @@ struct Shortlist {
     float prune(int64_t k, float margin, float least) {
         if (int64_t(entries.size()) >= k) {
             std::nth_element(entries.begin(), entries.begin() + (k - 1), entries.end(),
-                             [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-            least = std::max(least, entries[k - 1].score - margin);
+                             [](const Candidate& a, const Candidate& b) { return a.lowest > b.lowest; });
+            least = std::max(least, entries[k - 1].lowest - margin);
         }
         entries.erase(std::remove_if(entries.begin(), entries.end(), [least](const Candidate& c) { return c.score < least; }),
                       entries.end());
@@ -161,6 +177,9 @@ struct Common {
         for (auto& value : crowded) value = false;
     }
 };
+
+template <class Products>
+constexpr bool kIsOfCodes = std::is_same_v<typename Products::Number, uint8_t>;
 
 // One thread's part of the scan.
 class Scanner {
@@ -185,7 +204,10 @@ public:
                     multiply_few<Products>(position, here);
                 } else {
                     rows.load(search, position, here, block);
-                    multiply_panels<Products>(rows, position, here);
+                    if constexpr (kIsOfCodes<Products>)
+                        multiply_code_panels<Products>(rows, position, here);
+                    else
+                        multiply_panels<Products>(rows, position, here);
                 }
             }
         }
@@ -200,6 +222,7 @@ private:
     std::vector<Shortlist> shortlists;
     std::vector<float> least;  // for each query the score from which on a row is a candidate; infinite behind the last
     alignas(64) float scores[kGroup * kMostRows * kPanel];  // of a panel behind the other
+    alignas(64) int32_t sums[kMostRows * 2 * kPanel];       // of codes: products of the digits of a panel
 
     float known(int64_t query) const {
         return common.crowded[query].load(std::memory_order_relaxed) ? kInfinity
@@ -216,10 +239,45 @@ private:
             for (int64_t r = 0; r < kFour; r++)
                 row[r] = base + search.row(position + std::min(start + r, here - 1)) * search.stride;
             if (!search.index) prefetch(row[0], kFour * search.stride * sizeof(Number));
-            Products::multiply_four(row, search.queries_of(typename Products::Factor()), search.query_count,
-                                    search.stride, scores + start * kPanel);
+            const auto* queries = search.queries_of(typename Products::Factor());
+            if constexpr (kIsOfCodes<Products>)
+                Products::multiply_four(row, queries, search.query_count, search.stride, sums + start * 2 * kPanel);
+            else
+                Products::multiply_four(row, queries, search.query_count, search.stride, scores + start * kPanel);
         }
+        if constexpr (kIsOfCodes<Products>) score_codes(position, here, 0, search.query_count);
         take(position, here, 0, search.query_count, scores);
+    }
+
+    // Of codes: a block of rows is small enough for the first-level cache.
+    template <class Products, class Block>
+    void multiply_code_panels(const Block& rows, int64_t position, int64_t here) {
+        const int8_t* packed = static_cast<const int8_t*>(search.packed);
+        for (int64_t low = 0; low < search.query_count; low += kPanel) {
+            const int64_t width = std::min(kPanel, search.query_count - low);
+            Products::multiply(rows.numbers, rows.stride, packed + low * 2 * search.stride, search.stride, width,
+                               rows.in_place && low == 0, sums);
+            score_codes(position, here, low, width);
+            take(position, here, low, width, scores);
+        }
+    }
+
+    // The highest scores that `here` rows can have with `width` queries, from the sums of the digits' products.
+    void score_codes(int64_t position, int64_t here, int64_t low, int64_t width) {
+        const int64_t padded = (width + 15) / 16 * 16, panels = int64_t(least.size());
+        const float *scales = search.query_scales + low, *lengths = search.lengths + low;
+        const int32_t *high_offsets = search.offsets + low, *low_offsets = high_offsets + panels;
+        for (int64_t r = 0; r < here; r++) {
+            const int64_t row = search.row(position + r);
+            const float scale = search.scales[row], residue = search.residues[row];
+            const int32_t *high = sums + r * 2 * kPanel, *rest = high + kPanel;
+            float* of_row = scores + r * kPanel;
+#pragma omp simd
+            for (int64_t q = 0; q < padded; q++) {
+                const float product = 128.0f * float(high[q] - high_offsets[q]) + float(rest[q] - low_offsets[q]);
+                of_row[q] = product * scales[q] * scale + lengths[q] * residue;
+            }
+        }
     }
 
     // In groups of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
@@ -262,7 +320,7 @@ private:
     void add(int64_t query, float score, int64_t row) {
         if (!search.may_find(row)) return;
         Shortlist& list = shortlists[query];
-        list.entries.push_back({score, row});
+        list.entries.push_back({score, search.lowest(query, score, row), row});
         if (list.entries.size() < list.limit) return;
         least[query] = list.prune(search.k, search.margin[query], std::max(least[query], known(query)));
         if (int64_t(list.entries.size()) > search.most) {
@@ -395,60 +453,92 @@ void run_threads(int64_t count, Common& common, const Work& work) {
     for (auto& thread : threads) thread.join();
 }
 
-// run(products), of rows of bf16 or float32, with the fastest products that this process can use.
+// run(products), of rows of a kind, with the fastest products that this process can use.
 template <class Run>
-auto with_products(bool is_bf16, [[maybe_unused]] bool low_queries, const Run& run) {
+auto with_products(int kind, [[maybe_unused]] bool low_queries, const Run& run) {
 #ifdef PLSC_TILES
     static const bool has_tiles = tiles_are_allowed();
-    if (is_bf16 && low_queries && has_tiles) return run(TileProducts());
+    if (kind == kBfloats && low_queries && has_tiles) return run(TileProducts());
 #endif
+#ifdef PLSC_BYTE_TILES
+    if (kind == kCodes && has_tiles) return run(TileCodeProducts());
+#endif
+    if (kind == kCodes) return run(CodeProducts());
 #ifdef PLSC_PAIRS
-    if (is_bf16 && low_queries) return run(VectorProducts<PairUnit, bf16>());
+    if (kind == kBfloats && low_queries) return run(VectorProducts<PairUnit, bf16>());
 #endif
-    return is_bf16 ? run(VectorProducts<FloatUnit, bf16>()) : run(VectorProducts<FloatUnit, float>());
+    return kind == kBfloats ? run(VectorProducts<FloatUnit, bf16>()) : run(VectorProducts<FloatUnit, float>());
 }
+
+int64_t padded_to_panels(int64_t queries) { return (queries + kPanel - 1) / kPanel * kPanel; }
 
 template <class Products>
 const void* pack_queries(const Search& search, Lines& memory) {
     using Factor = typename Products::Factor;
-    const int64_t padded = (search.query_count + kPanel - 1) / kPanel * kPanel;
-    Factor* packed = static_cast<Factor*>(memory.reserve(padded * search.stride * sizeof(Factor)));
-    Products::pack(search.queries_of(Factor()), padded, search.stride, packed);
-    return packed;
+    const int64_t padded = padded_to_panels(search.query_count);
+    if constexpr (kIsOfCodes<Products>) {
+        int8_t* packed = static_cast<int8_t*>(memory.reserve(padded * 2 * search.stride));
+        Products::pack(search.queries_of(Factor()), padded, search.stride, packed);
+        return packed;
+    } else {
+        Factor* packed = static_cast<Factor*>(memory.reserve(padded * search.stride * sizeof(Factor)));
+        Products::pack(search.queries_of(Factor()), padded, search.stride, packed);
+        return packed;
+    }
+}
+
+// What the sums of codes' products are too high, (2, panels·32): Products::kOffset times the sum of each digit.
+template <class Products>
+std::vector<int32_t> code_offsets(const Search& search) {
+    std::vector<int32_t> offsets;
+    if constexpr (kIsOfCodes<Products>) {
+        const int64_t padded = padded_to_panels(search.query_count);
+        const int8_t* digits = search.queries_of(typename Products::Factor());
+        offsets.resize(2 * padded);
+        for (int64_t q = 0; q < 2 * padded; q++, digits += search.stride) {
+            int32_t total = 0;
+            for (int64_t d = 0; d < search.stride; d++) total += digits[d];
+            offsets[q % 2 * padded + q / 2] = Products::kOffset * total;
+        }
+    }
+    return offsets;
 }
 
 }  // namespace
 
 extern "C" {
 
-// The name of the unit that multiplies rows of bf16 or float32.
-const char* plsc_scan_products(int is_bf16) {
-    return with_products(is_bf16, true, [](auto products) { return decltype(products)::kName; });
+// The name of the unit that multiplies rows of a kind: 0 float32, 1 bf16, 2 codes.
+const char* plsc_scan_products(int kind) {
+    return with_products(kind, true, [](auto products) { return decltype(products)::kName; });
 }
 
 // 1 if bf16 rows are multiplied by bf16 queries, 0 if by float32 ones.
 int plsc_rounds_queries() {
-    return with_products(true, true, [](auto products) { return std::is_same_v<typename decltype(products)::Factor, bf16>; });
+    return with_products(kBfloats, true,
+                         [](auto products) { return std::is_same_v<typename decltype(products)::Factor, bf16>; });
 }
 
 // scores, rows (queries, k): the best rows of each query by float64 products, ties by row number. The arguments are
-// the fields of `Search`, with bf16 queries (panels·32, stride) in position of the packed ones; `base` null means
-// that every row is scored in float64. At least k rows may be found. Returns how many rows were scored in float64, or
-// a failure.
-int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* vectors, int file, int64_t offset,
-                  int64_t dim, const int64_t* index, int64_t count, const uint8_t* allowed, const float* queries,
-                  const bf16* low_queries, int64_t query_count, int64_t k, const float* margin,
-                  int64_t most, int64_t threads, float* scores, int64_t* rows) {
+// the fields of `Search` but for those that are made here; `base` null means that every row is scored in float64. At
+// least k rows may be found. Returns how many rows were scored in float64, or a failure.
+int64_t plsc_scan(const void* base, int kind, int64_t stride, const float* scales, const float* residues,
+                  const float* vectors, int file, int64_t offset, int64_t dim, const int64_t* index, int64_t count,
+                  const uint8_t* allowed, const float* queries, const void* low_queries, const float* query_scales,
+                  const float* lengths, int64_t query_count, int64_t k, const float* margin, int64_t most,
+                  int64_t threads, float* scores, int64_t* rows) {
     try {
-        Search search{base, stride, vectors, file, offset, dim, index, count,
-                      allowed, queries, low_queries, nullptr, query_count, k, margin, most};
+        Search search{base, stride, scales, residues, vectors, file, offset, dim, index, count, allowed, queries,
+                      low_queries, query_scales, lengths, nullptr, nullptr, query_count, k, margin, most};
         Common common(query_count);
         std::vector<Scanner> scanners;
         if (base)
-            with_products(is_bf16, low_queries != nullptr, [&](auto products) {
+            with_products(kind, low_queries != nullptr, [&](auto products) {
                 using Products = decltype(products);
                 Lines packed;
                 if (query_count > Products::kFew) search.packed = pack_queries<Products>(search, packed);
+                const std::vector<int32_t> offsets = code_offsets<Products>(search);
+                search.offsets = offsets.data();
                 scanners.reserve(threads);
                 for (int64_t number = 0; number < threads; number++) scanners.emplace_back(search, common);
                 run_threads(threads, common, [&](int64_t number) { scanners[number].run<Products>(); });

@@ -229,7 +229,7 @@ def test_a_scan_that_returns_noise_is_named(doctor, monkeypatch):
     code, sections, _ = doctor("kernels")
     assert code == 1
     for line in sections["kernels"].values():
-        assert line["text"].startswith("not the float64 ranking: bf16, all rows; bf16, a half of the rows; fp32")
+        assert line["text"].startswith("not the float64 ranking: int8, all rows; int8, a half of the rows; bf16")
 
 
 def test_a_kernel_that_raises_is_a_line_and_not_the_end(doctor, monkeypatch):

@@ -56,7 +56,7 @@ def agree(found, truth):
     assert found[1].dtype == np.int64
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(0, 700),
@@ -74,7 +74,7 @@ def test_any_size_gives_the_float64_ranking(precision, rows, dim, queries, k, sh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
 @pytest.mark.parametrize("queries", [1, 2, 16, 33, 256])
 def test_batches_over_many_rows(precision, queries):
     vectors, asked = rows_of(20_000, 48), rows_of(queries, 48, 1)
@@ -85,7 +85,7 @@ def test_batches_over_many_rows(precision, queries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
 @pytest.mark.parametrize("share", [None, 0.2, 0.8])
 def test_many_queries_of_a_width_that_is_no_multiple_of_a_register(precision, share):
     """More queries than are multiplied by one part of the rows, and rows of more than one part."""
@@ -107,7 +107,7 @@ def near_ties(count, dim, seed=0):
     return query, (cosine * query + np.sqrt(1 - cosine**2) * aside).astype(np.float32)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
 def test_rows_closer_than_the_low_precision_are_ranked_truly(precision):
     query, close = near_ties(5000, 96)
     vectors = np.concatenate([rows_of(3000, 96, 9), close])
@@ -142,7 +142,7 @@ def test_a_map_is_read_from_its_file(tmp_path: Path):
     vectors, queries = rows_of(9_000, 64), rows_of(3, 64, 1)
     np.save(tmp_path / "v.npy", vectors)
     mapped = np.load(tmp_path / "v.npy", mmap_mode="r")
-    scan, part = ExactScan(mapped), ExactScan(mapped[100:5_000])
+    scan, part = ExactScan(mapped, precision="bf16"), ExactScan(mapped[100:5_000])
     assert (len(scan), scan.memory_bytes) == (9_000, vectors.nbytes // 2)
     (tmp_path / "v.npy").unlink()  # a new generation of the file changes nothing for who has opened the old one
     rows_of(1, 1).tofile(tmp_path / "v.npy")
@@ -187,8 +187,8 @@ def test_the_copy_may_lie_in_large_pages():
 
 def test_what_does_not_fit_is_refused():
     vectors = rows_of(20, 8)
-    with pytest.raises(UsageError, match="precision 'int8'"):
-        ExactScan(vectors, precision="int8")
+    with pytest.raises(UsageError, match="precision 'int4'"):
+        ExactScan(vectors, precision="int4")
     with pytest.raises(UsageError, match="float32 rows"):
         ExactScan(vectors.astype(np.float64))
     with pytest.raises(UsageError, match="float32 rows"):

@@ -10,6 +10,7 @@
 namespace {
 
 int wrong = 0;
+const char* const kNames[] = {"float32", "bfloat16", "codes"};
 
 // A normal-like number, the sum of four uniform ones.
 float next_number() {
@@ -38,10 +39,34 @@ std::vector<float> unit_rows(int64_t count, int64_t dim, int64_t stride) {
     return rows;
 }
 
-void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_count, int64_t k) {
-    const int64_t stride = is_bf16 ? (dim + 31) / 32 * 32 : dim, padded = (query_count + kPanel - 1) / kPanel * kPanel;
+// Codes of rows as the library makes them, and of queries: two digits of Q = 128·high + low, and steps.
+struct Codes {
+    std::vector<uint8_t> rows;
+    std::vector<int8_t> digits;
+    std::vector<float> steps, residues, lengths, query_steps, query_lengths;
+
+    Codes(const std::vector<float>& vectors, int64_t dim, const std::vector<float>& queries, int64_t stride)
+        : rows(vectors.size() / dim * stride), digits(2 * queries.size()), steps(vectors.size() / dim), residues(steps),
+          lengths(steps), query_steps(queries.size() / stride), query_lengths(query_steps.size(), 1.001f) {
+        plsc_encode_rows(vectors.data(), steps.size(), dim, stride, 1.001f, 0x1p-22f, 0x1p-54f, 0x1p-120f, rows.data(),
+                         steps.data(), residues.data(), lengths.data());
+        for (size_t q = 0; q < query_steps.size(); q++) {
+            query_steps[q] = 1.0f / 8127;
+            for (int64_t d = 0; d < stride; d++) {
+                const int whole = int(std::lrint(queries[q * stride + d] * 8127)), high = (whole + 64) >> 7;
+                digits[2 * q * stride + d] = int8_t(high);
+                digits[(2 * q + 1) * stride + d] = int8_t(whole - 128 * high);
+            }
+        }
+    }
+};
+
+void check(int kind, bool listed, int64_t count, int64_t dim, int64_t query_count, int64_t k) {
+    const bool is_bf16 = kind == kBfloats;
+    const int64_t width = kind == kCodes ? 64 : is_bf16 ? 32 : 1, stride = (dim + width - 1) / width * width;
+    const int64_t padded = (query_count + kPanel - 1) / kPanel * kPanel;
     const std::vector<float> base = unit_rows(count, dim, stride);
-    std::vector<float> vectors, queries = unit_rows(query_count, dim, stride), margin(query_count, is_bf16 ? 0.02f : 1e-4f);
+    std::vector<float> vectors, queries = unit_rows(query_count, dim, stride), margin(query_count, kind == kFloats ? 1e-4f : 0.02f);
     for (int64_t i = 0; i < count; i++) vectors.insert(vectors.end(), &base[i * stride], &base[i * stride] + dim);
     queries.resize(padded * stride);
     std::vector<bf16> low(base.size()), low_queries(queries.size());
@@ -55,10 +80,13 @@ void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_
     }
     std::vector<float> scores(query_count * k);
     std::vector<int64_t> found(query_count * k);
-    const void* rows = is_bf16 ? static_cast<const void*>(low.data()) : base.data();
-    plsc_scan(rows, is_bf16, stride, vectors.data(), -1, 0, dim, listed ? index.data() : nullptr, index.size(), allowed.data(),
-              queries.data(), is_bf16 && plsc_rounds_queries() ? low_queries.data() : nullptr, query_count, k, margin.data(),
-              count, 2, scores.data(), found.data());
+    const Codes codes(vectors, dim, queries, stride);
+    const void* rows = kind == kCodes ? codes.rows.data() : is_bf16 ? static_cast<const void*>(low.data()) : base.data();
+    const void* low_rows = kind == kCodes ? static_cast<const void*>(codes.digits.data()) : low_queries.data();
+    const bool rounds = kind == kCodes || (is_bf16 && plsc_rounds_queries());
+    plsc_scan(rows, kind, stride, codes.steps.data(), kind == kCodes ? codes.residues.data() : nullptr, vectors.data(), -1, 0, dim, listed ? index.data() : nullptr, index.size(), allowed.data(),
+              queries.data(), rounds ? low_rows : nullptr, codes.query_steps.data(), codes.query_lengths.data(), query_count, k,
+              margin.data(), count, 2, scores.data(), found.data());
     for (int64_t q = 0; q < query_count; q++) {
         std::vector<std::pair<double, int64_t>> truth;
         for (int64_t row : index) {
@@ -71,7 +99,7 @@ void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_
             const bool same = std::fabs(truth[i].first + scores[q * k + i]) < 1e-6 && truth[i].second == found[q * k + i];
             if (same) continue;
             wrong++;
-            std::printf("%s, %d x %d, query %d of %d: row %d, not %d\n", is_bf16 ? "bfloat16" : "float32", int(count), int(dim),
+            std::printf("%s, %d x %d, query %d of %d: row %d, not %d\n", kNames[kind], int(count), int(dim),
                         int(q), int(query_count), int(found[q * k + i]), int(truth[i].second));
             break;
         }
@@ -81,12 +109,13 @@ void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_
 }  // namespace
 
 int main() {
-    std::printf("bfloat16 by %s, float32 by %s\n", plsc_scan_products(1), plsc_scan_products(0));
-    for (bool is_bf16 : {false, true})
+    std::printf("bfloat16 by %s, float32 by %s, codes by %s\n", plsc_scan_products(1), plsc_scan_products(0),
+                plsc_scan_products(2));
+    for (int kind : {kFloats, kBfloats, kCodes})
         for (bool listed : {false, true})
             for (int64_t query_count : {1, 2, 3, 5, 16, 17, 70}) {
-                check(is_bf16, listed, 700, 96, query_count, 9);
-                check(is_bf16, listed, 150, 45, query_count, 9);
+                check(kind, listed, 700, 96, query_count, 9);
+                check(kind, listed, 150, 45, query_count, 9);
             }
     return wrong;
 }

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.slow
 SOURCES = Path(build.__file__).parent
 PROGRAMS = [Path(__file__).with_name(f"check_{name}_kernels.cpp") for name in ("head", "scan")]
 FLAGS = [flag for flag in build._FLAGS if flag != "-shared"]
-ARM = [("armv8-a", "bfloat16 by neon, float32 by neon"), ("armv8.6-a+bf16", "bfloat16 by neon-bf16, float32 by neon")]
+ARM = [
+    ("armv8-a", "neon", "portable"),
+    ("armv8.2-a+dotprod", "neon", "neon-dot"),
+    ("armv8.6-a+bf16", "neon-bf16", "neon-dot"),
+]
 
 on_x86_64 = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="needs g++ for x86-64"
@@ -41,13 +45,18 @@ def check(program: Path, *emulator: str) -> str:
     return done.stdout.strip()
 
 
+def named(source: Path, bf16: str, fp32: str, codes: str) -> str:
+    """What the program of ``source`` says that it multiplies by."""
+    return f"bfloat16 by {bf16}, float32 by {fp32}" + (f", codes by {codes}" if "scan" in source.name else "")
+
+
 @with_arm_compiler
 @with_emulator
-@pytest.mark.parametrize(("march", "units"), ARM)
+@pytest.mark.parametrize(("march", "bf16", "codes"), ARM)
 @pytest.mark.parametrize("source", PROGRAMS, ids=["head", "scan"])
-def test_kernels_on_arm_agree_with_float64(tmp_path, source, march, units):
+def test_kernels_on_arm_agree_with_float64(tmp_path, source, march, bf16, codes):
     program = compiled("aarch64-linux-gnu-g++", march, source, tmp_path / "check", "-static")
-    assert check(program, "qemu-aarch64-static") == units
+    assert check(program, "qemu-aarch64-static") == named(source, bf16, "neon", codes)
 
 
 @on_x86_64
@@ -59,7 +68,7 @@ def test_kernels_for_older_x86_processors_agree_with_float64(tmp_path, source, p
     march = {None: "x86-64-v2", "avx2": "x86-64-v3", "avx512": "skylake-avx512"}[path]
     units = path or "portable"
     program = compiled("g++", march, source, tmp_path / "check")
-    assert check(program) == f"bfloat16 by {units}, float32 by {units}"
+    assert check(program) == named(source, units, units, units)
 
 
 @on_x86_64

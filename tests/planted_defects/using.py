@@ -41,16 +41,30 @@ USING = (
     Defect(
         "candidates within the rounding error of the best are dropped",
         "plsc/native/scan_kernels.cpp",
-        "least = std::max(least, entries[k - 1].score - margin);",
-        "least = std::max(least, entries[k - 1].score);",
+        "least = std::max(least, entries[k - 1].lowest - margin);",
+        "least = std::max(least, entries[k - 1].lowest);",
         ("tests/index/test_scan.py",),
     ),
     Defect(
         "the bound of a scan's error leaves out the rounding of the rows",
-        "plsc/index/scan.py",
+        "plsc/index/scan_copy.py",
         "length * (rows.largest_residue + summing)",
         "length * summing",
         ("tests/index/test_scan.py",),
+    ),
+    Defect(
+        "a row's codes are taken to be off by half of their bound",
+        "plsc/native/scan_kernels.cpp",
+        "return residues ? score - 2 * lengths[query] * residues[row] : score;",
+        "return residues ? score - lengths[query] * residues[row] : score;",
+        ("tests/index/test_codes.py",),
+    ),
+    Defect(
+        "one bound is stored for all codes, that of the first row",
+        "plsc/native/scan_kernels.cpp",
+        "const float scale = search.scales[row], residue = search.residues[row];",
+        "const float scale = search.scales[row], residue = search.residues[0];",
+        ("tests/index/test_codes.py",),
     ),
     Defect(
         "an approximate search filters by the wrong bits",

@@ -147,7 +147,7 @@ class Compactor:
                 if count and self._in_memory:
                     sealed = segment_in_memory(count, former.info.dim, batches, self._precision)
                 elif count:
-                    stored = write_segment(self._collections, former, watermark, count, batches)
+                    stored = write_segment(self._collections, former, watermark, count, batches, self._precision)
         if stored.segment:
             sealed = open_segment(self._collections, stored, self._precision, verify=False)
         return Rebuilt(stored, sealed, deleted)

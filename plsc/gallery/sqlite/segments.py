@@ -12,12 +12,18 @@ STORE/collections/<collection's number>/base-<n>/
   vectors.npy      (N, dim) float32 of unit length, by ascending face id
   faces.npy        (N,) int64 face ids, ascending
   persons.npy      (N,) int64 owner of each face
+  codes.npy, code_bounds.npy  where searches scan 8-bit codes (plsc.index.codes): (N, stride) uint8 and (3, N) float32
+
+Codes are mapped too, so the system keeps them in its cache and takes them back where memory is short: a compaction
+makes a second segment beside the one that is searched, in no more memory than it takes to search one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -35,12 +41,14 @@ from plsc.files import (
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.values import Float32
 from plsc.index.ann import ApproximateSearch
+from plsc.index.codes import RowCodes, encode_into, stride_of
 from plsc.index.rows import Int64
-from plsc.index.scan import ExactScan
+from plsc.index.scan import AUTO, ExactScan, best_precision
 
 FORMAT = "plsc gallery base"
 VERSION = 1
 FILES = ("vectors.npy", "faces.npy", "persons.npy")
+CODE_FILES = ("codes.npy", "code_bounds.npy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +89,18 @@ def segment_folder(collections: Path, number: int, segment: int) -> Path:
 
 
 def write_segment(
-    collections: Path, former: StoredCollection, watermark: int, rows: int, batches: Iterator[Faces]
+    collections: Path, former: StoredCollection, watermark: int, rows: int, batches: Iterator[Faces], precision: str
 ) -> StoredCollection:
     """Publish the segment that follows the current one of ``former``, from ``rows`` faces by ascending id.
 
-    Returns the collection as it is to be stored. Raises OSError if the disk is full; nothing is left then.
+    It has codes where searches in ``precision`` scan them. Returns the collection as it is to be stored. Raises OSError
+    if the disk is full; nothing is left then.
     """
     segment, dim = former.segment + 1, former.info.dim
     folder = segment_folder(collections, former.number, segment)
     with atomic_private_folder(folder) as tmp_path:  # syncs the files before the rename: a crash leaves all or none
-        _write_columns(tmp_path, rows, dim, batches)
+        is_coded = _is_coded(precision, dim)
+        _write_columns(tmp_path, rows, dim, batches, is_coded=is_coded)
         content: Manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -100,7 +110,7 @@ def write_segment(
             "dim": dim,
             "contract_id": former.info.contract_id,
             "covered": watermark,
-            "files": describe_files(tmp_path, list(FILES)),
+            "files": describe_files(tmp_path, [*FILES, *(CODE_FILES if is_coded else ())]),
         }
         write_manifest(tmp_path, content)
     return replace(former, segment=segment, digest=digest(content), watermark=watermark)
@@ -114,7 +124,7 @@ def open_segment(collections: Path, stored: StoredCollection, precision: str, *,
     """
     folder = segment_folder(collections, stored.number, stored.segment)
     manifest = _read_manifest(folder, stored)
-    with ThreadPoolExecutor(len(FILES)) as threads:
+    with ThreadPoolExecutor(len(FILES) + len(CODE_FILES)) as threads:
         described = manifest["files"] if verify else {}
         checks = [threads.submit(verify_files, folder, {name: figures}) for name, figures in described.items()]
         try:
@@ -158,23 +168,49 @@ def _map_segment(folder: Path, manifest: Manifest, precision: str) -> SealedSegm
     rows, dim = manifest["rows"], manifest["dim"]
     vectors = open_array(folder / "vectors.npy", (rows, dim), "float32")
     faces, persons = _open_ids(folder, rows)
-    scan = ExactScan(vectors, precision=precision)
+    codes = None  # of segments that another machine wrote, or an earlier version, they are made now, in memory
+    if _is_coded(precision, dim) and "codes.npy" in manifest["files"]:
+        coded = open_array(folder / "codes.npy", (rows, stride_of(dim)), "uint8")
+        codes = RowCodes(coded, open_array(folder / "code_bounds.npy", (3, rows), "float32"))
+    scan = ExactScan(vectors, precision=precision, row_codes=codes)
     return SealedSegment(np.array(faces), np.array(persons), vectors, max_count(persons), scan)
+
+
+def _is_coded(precision: str, dim: int) -> bool:
+    return (best_precision(dim) if precision == AUTO else precision) == "int8"
 
 
 def _open_ids(folder: Path, rows: int) -> tuple[Int64, Int64]:
     return open_array(folder / "faces.npy", (rows,), "int64"), open_array(folder / "persons.npy", (rows,), "int64")
 
 
-def _write_columns(folder: Path, rows: int, dim: int, batches: Iterator[Faces]) -> None:
+def _write_columns(folder: Path, rows: int, dim: int, batches: Iterator[Faces], *, is_coded: bool) -> None:
     """Write the arrays by write(), where a full disk is an error; through a memory map it would be SIGBUS."""
-    with (folder / "vectors.npy").open("wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
-        np.lib.format.write_array_header_1_0(file, header)
-        write = file.write
-        faces, persons = _collect(rows, batches, lambda _, part: write(np.ascontiguousarray(part, dtype="<f4").data))
+    bounds = np.empty((3, rows if is_coded else 0), dtype=np.float32)
+    with ExitStack() as files:
+        vectors = _begun_array(files, folder / "vectors.npy", "<f4", (rows, dim))
+        codes = _begun_array(files, folder / "codes.npy", "|u1", (rows, stride_of(dim))) if is_coded else None
+
+        def keep(part: slice, batch: Float32) -> None:
+            numbers = np.ascontiguousarray(batch, dtype="<f4")
+            vectors.write(numbers.data)
+            if codes is not None:
+                coded = np.zeros((len(numbers), stride_of(dim)), dtype=np.uint8)
+                encode_into(coded, bounds[:, part], 0, numbers)
+                codes.write(coded.data)
+
+        faces, persons = _collect(rows, batches, keep)
     save_array(folder / "faces.npy", faces)
     save_array(folder / "persons.npy", persons)
+    if is_coded:
+        save_array(folder / "code_bounds.npy", bounds)
+
+
+def _begun_array(files: ExitStack, path: Path, dtype: str, shape: tuple[int, ...]) -> BinaryIO:
+    """A ``.npy`` file that ``files`` closes, with its header written."""
+    file = files.enter_context(path.open("wb"))
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file
 
 
 def _collect(rows: int, batches: Iterable[Faces], keep: Callable[[slice, Float32], object]) -> tuple[Int64, Int64]:

@@ -38,6 +38,7 @@ from plsc.gallery.store import Change, Store, note_change
 from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
 from plsc.index.rows import Int64, unit_vectors
+from plsc.index.scan import AUTO
 
 _T = TypeVar("_T")
 
@@ -50,8 +51,9 @@ class SqliteStore(Store):
     """A :class:`plsc.gallery.store.Store` in the folder ``folder``, which is created if there is none.
 
     Args:
-        precision: "bf16" keeps a copy of the vectors in memory, of 2 bytes a number, for searching; "fp32" scans the
-            mapped files.
+        precision: "int8" searches by codes of the vectors, of a byte a number, in mapped files of their own; "bf16"
+            keeps a copy of 2 bytes a number in memory; "fp32" scans the mapped vectors. "auto" is int8 where a compiled
+            scan multiplies bytes, else bf16. Answers are the same.
         latency_ms: if an exact search of a single query takes longer, an approximate one is looked for that finds 99%
             of the ten nearest faces; :meth:`statistics` reports its recall. None: always exact.
         compact_within: seconds after which no file of the store holds a deleted face's vector, or texts of a person who
@@ -70,7 +72,7 @@ class SqliteStore(Store):
         self,
         folder: str | Path,
         *,
-        precision: str = "bf16",
+        precision: str = AUTO,
         latency_ms: float | None = None,
         compact_within: float = COMPACT_WITHIN,
         key_file: str | Path | None = None,
