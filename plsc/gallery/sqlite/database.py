@@ -392,7 +392,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, settings: Mapping[str, 
     if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise StorageError(f"{path}: this file system does not support a write-ahead log; use a local disk")
     if version != VERSION:
-        migrate(connection)
+        migrate(connection, version)
     return None if version == VERSION else version
 
 
@@ -403,8 +403,8 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
     return application, version
 
 
-def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Verify that the file at ``path`` has the tables of a gallery, and nothing else.
+def check_schema(connection: sqlite3.Connection, path: Path) -> int:
+    """Verify that the file at ``path`` has the tables of a gallery, and nothing else; returns its version.
 
     Raises:
         DataError: it is another program's or a later version's.
@@ -417,6 +417,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         raise DataError(f"{path} is a gallery of version {version}; this plsc reads up to version {VERSION}: update it")
     if sorted(statements(connection)) != sorted(SCHEMAS[version]):
         raise corrupt(path, "its schema is not what was written")
+    return version
 
 
 def _check_settings(stored: Mapping[str, str], expected: Mapping[str, str], path: Path) -> None:

@@ -24,7 +24,8 @@ import numpy as np
 from plsc.errors import IntegrityError, StorageError
 from plsc.gallery.sqlite.database import ERASED, VectorCodec, corrupt_row
 from plsc.gallery.sqlite.keys import NONCE_BYTES, TAG_BYTES, KeyTable, cipher, decrypted, random_parts
-from plsc.gallery.sqlite.records import vector_checksum
+from plsc.gallery.sqlite.records import is_vector
+from plsc.gallery.sqlite.schema import SPACE
 from plsc.gallery.values import Float32
 from plsc.index.rows import Int64
 
@@ -35,6 +36,10 @@ SLOT = struct.Struct("<Q")
 OVERHEAD = SLOT.size + NONCE_BYTES + TAG_BYTES
 
 
+# Every face f with its searched vector v; one in a second space has the same key.
+SEARCHED = (
+    "faces f LEFT JOIN collections c ON c.number = f.collection JOIN vectors v ON v.face = f.id + coalesce(c.space, 0)"
+)
 _SLOT_OF_VECTOR = f"substr(v.vector, 1, {SLOT.size})"
 
 
@@ -103,8 +108,7 @@ class EncryptedVectors(VectorCodec):
     def _keys_of(self, db: sqlite3.Connection, persons: Int64) -> dict[int, tuple[int, "AESGCM"]]:
         """Return the keys of ``persons``, new ones for those who have none."""
         found = db.execute(
-            f"SELECT f.person, min({_SLOT_OF_VECTOR}) FROM faces f JOIN vectors v ON v.face = f.id "
-            "WHERE f.person BETWEEN ? AND ? GROUP BY f.person",
+            f"SELECT f.person, min({_SLOT_OF_VECTOR}) FROM {SEARCHED} WHERE f.person BETWEEN ? AND ? GROUP BY f.person",
             (int(persons.min()), int(persons.max())),
         ).fetchall()
         keys = {}
@@ -146,7 +150,7 @@ class EncryptedVectors(VectorCodec):
     def prepare_commit(self, db: sqlite3.Connection) -> None:
         """Find out whose keys go: those that no face has."""
         for slot, person in self._leaving.items():
-            text = f"SELECT 1 FROM faces f JOIN vectors v ON v.face = f.id WHERE f.person = ? AND {_SLOT_OF_VECTOR} = ?"
+            text = f"SELECT 1 FROM {SEARCHED} WHERE f.person = ? AND {_SLOT_OF_VECTOR} = ?"
             if db.execute(text, (person, SLOT.pack(slot))).fetchone() is None:
                 self._gone.append(slot)
 
@@ -213,7 +217,7 @@ class EncryptedVectors(VectorCodec):
 
 
 def associated_data(store_id: bytes, face: int) -> bytes:
-    """What is authenticated beside a vector: it decrypts in its store and as its face alone."""
+    """What is authenticated beside a vector with the key ``face``: it decrypts in its store, face and space alone."""
     return store_id + struct.pack("<q", face)
 
 
@@ -244,7 +248,7 @@ def decrypted_vectors(
 
 def keys_of_faces(db: sqlite3.Connection) -> tuple[Int64, Int64]:
     """Return all faces and the numbers of their keys; raises :class:`IntegrityError` where a vector has none."""
-    rows = db.execute(f"SELECT f.id, {_SLOT_OF_VECTOR} FROM faces f JOIN vectors v ON v.face = f.id").fetchall()
+    rows = db.execute(f"SELECT f.id, {_SLOT_OF_VECTOR} FROM {SEARCHED}").fetchall()
     for face, number in rows:
         if not isinstance(number, bytes) or len(number) != SLOT.size or number[-1]:  # a number of 56 bits, and far less
             raise _not_encrypted(face)
@@ -264,8 +268,8 @@ def unerased_keys(db: sqlite3.Connection, table: KeyTable) -> list[int]:
         f"WHERE v.checksum != x'{ERASED.hex()}'"
     ).fetchall()
     for face, checksum, vector in rows:
-        if not isinstance(vector, bytes) or len(vector) < OVERHEAD or checksum != vector_checksum(face, vector):
-            raise corrupt_row(db, f"the vector of face {face} is not what was written")
+        if not isinstance(vector, bytes) or len(vector) < OVERHEAD or not is_vector(face, checksum, vector):
+            raise corrupt_row(db, f"the vector of face {face % SPACE} is not what was written")
     slots = {SLOT.unpack_from(vector)[0] for _, _, vector in rows}
     if not slots:
         return []
@@ -275,7 +279,7 @@ def unerased_keys(db: sqlite3.Connection, table: KeyTable) -> list[int]:
 
 
 def _not_encrypted(face: int) -> IntegrityError:
-    return IntegrityError(f"the vector of face {face} is not what was encrypted; restore a snapshot")
+    return IntegrityError(f"the vector of face {face % SPACE} is not what was encrypted; restore a snapshot")
 
 
 def _older(db: sqlite3.Connection, slot: int) -> IntegrityError:
