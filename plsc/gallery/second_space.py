@@ -25,7 +25,7 @@ from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery import validation
 from plsc.gallery.rows import Change, Rows
 from plsc.gallery.validation import MAX_ID
-from plsc.gallery.values import Collection, Migration, Person, SecondVector
+from plsc.gallery.values import Collection, FaceVectors, Migration, Person
 from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
@@ -104,11 +104,19 @@ class SecondSpaces(ABC):
             (person, tuple(face for face in person.faces if face not in found or face in lacks)) for person in persons
         ]
 
-    def second_vectors(self, collection: str, person: int) -> dict[int, SecondVector]:
-        """Return {face: its vector in the second space}, of those faces of a person that have one."""
+    def face_vectors(self, collection: str, person: int) -> dict[int, FaceVectors]:
+        """Return {face: its vectors in both spaces} of a person, as of one moment."""
         with self._reading(collection) as rows:
             _migrating(rows)
-            return rows.second_vectors([rows.require(person)])
+            found = rows.require(person)
+            searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
+        both = {face: FaceVectors(vector, second.get(face)) for face, vector in zip(found.faces, searched, strict=True)}
+        # Zeros are of a face whose key was erased meanwhile: it is deleted.
+        return {
+            face: one
+            for face, one in both.items()
+            if one.searched.any() and (one.second is None or one.second.vector.any())
+        }
 
     def count_second(self, collection: str) -> tuple[int, int]:
         """Return how many faces have no second vector, and how many an estimate."""

@@ -64,6 +64,13 @@ class SecondVector(NamedTuple):
     is_estimated: bool
 
 
+class FaceVectors(NamedTuple):
+    """A face's searched vector (dim,), and the one in the second space if it has any."""
+
+    searched: Float32
+    second: SecondVector | None
+
+
 def totals(collections: Sequence[Collection]) -> dict[str, int]:
     """Return how many collections these are, and how many persons and faces they have together."""
     return {
