@@ -10,9 +10,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -109,11 +111,13 @@ class ThumbnailStore:
         contract_id: str,
         crops: Sequence[Crop],
         *,
+        others: Mapping[str, npt.ArrayLike] = MappingProxyType({}),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
         with self._lock:
-            faces = self._store.add_faces(collection, person, vectors, contract_id, idempotent=idempotent)
+            options: dict[str, Any] = {"others": others, "idempotent": idempotent}
+            faces = self._store.add_faces(collection, person, vectors, contract_id, **options)
             self._write(collection, person, faces, crops)
         return faces
 
