@@ -64,6 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
     model.add_argument("--model-precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
     add_provider_option(model)
+    text = "to which collections may be moved (docs/migration.md)"
+    model.add_argument("--next-model", metavar="FILE", help=text)
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     add_detector_option(model, "find faces in pictures without landmarks")
     text = "enrol no picture whose quality is lower: sharpness=N, norm=N, or a package's own (none)"
@@ -242,6 +244,12 @@ def _load(
         check_square(embedder.image_size, "--detector aligns faces, which")
         detector = open_detector(args.detector)
     _embed_blank(embedder)
+    next_embedder = None
+    if args.next_model is not None:
+        next_embedder = open_embedder(args.next_model, device=device, **options)
+        _embed_blank(next_embedder)
+        if contract_of(next_embedder, args.flip) == contract_of(embedder, args.flip):
+            raise UsageError("--next-model is the model of --model; name another, or leave it out")
     store = open_store(
         args.store,
         precision=args.precision,
@@ -250,7 +258,7 @@ def _load(
         key_file=args.encrypt,
     )
     try:
-        service = Service(embedder, store, settings, metrics, detector)
+        service = Service(embedder, store, settings, metrics, detector, next_embedder)
     except BaseException:
         store.close()
         raise

@@ -171,6 +171,13 @@ class ThumbnailStore:
                 return self._paths(collection, person, [face])[0].read_bytes()
         raise NotFoundError(f"there is no thumbnail of face {face} of person {person} in {collection}")
 
+    def kept(self, collection: str, person: int, face: int) -> bytes | None:
+        """Return the picture that is kept of a face, by an earlier service too; None: there is none."""
+        for path in self._paths(collection, person, [face]):
+            with suppress(FileNotFoundError):
+                return path.read_bytes()
+        return None
+
     def files(self, collection: str, person: Person) -> dict[int, Path]:
         """The files of a person's thumbnails by face, those of an earlier service too; some faces have none."""
         paths = self._paths(collection, person.id, person.faces)

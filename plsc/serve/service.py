@@ -30,6 +30,7 @@ from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAn
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
+from plsc.serve.migrations import Migrations
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
@@ -108,6 +109,16 @@ class Service:
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
+        self.migrations: Migrations | None = None
+        if next_embedder is not None and self.next_contract_id is not None:
+            self.migrations = Migrations(
+                store,
+                self.thumbnails,
+                next_embedder,
+                self.next_contract_id,
+                flip=settings.flip,
+                stored=self._audit_filling,
+            )
         self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
         self._changers = Workers(range(CHANGE_THREADS), CHANGE_SHARE, "plsc-change")
         self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
@@ -313,6 +324,8 @@ class Service:
         self._changers.close()
         self._filterers.close()
         self.retention.close()
+        if self.migrations is not None:
+            self.migrations.close()
         self.store.close()
         self.audit.close()
 
@@ -330,6 +343,12 @@ class Service:
         if "write" in self.settings.audit_events:
             expired = {"operation": "delete_expired", "collection": collection, "ids": list(persons), "status": 204}
             self.audit.write("write", token=None, **expired, changes=changes)
+
+    def _audit_filling(self, collection: str) -> None:
+        changes = take_changes()
+        if changes and "write" in self.settings.audit_events:
+            filled = {"operation": "fill_migration", "collection": collection, "status": 200}
+            self.audit.write("write", token=None, **filled, changes=changes)
 
     def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()

@@ -92,12 +92,13 @@ def live_service(
     detector: Any = None,
     source: str = "models/linear.safetensors",
     embedder: Embedder | None = None,
+    next_embedder: Embedder | None = None,
     callers: Mapping[str, Mapping[str, Any]] | None = None,
     **changes: Any,
 ) -> Iterator[Live]:
     """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
 
-    The model is ``embedder``, or the linear one. With ``callers``, what each token may do by its name, the client has
+    The model is ``embedder``, or the linear one; collections may be moved to ``next_embedder``. With ``callers``, what each token may do by its name, the client has
     the token of the first one, unless :meth:`Live.ask` names another.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def live_service(
 
     def load(metrics: Metrics) -> Service:
         model = embedder or linear_embedder(source)
-        return Service(model, open_store(folder / "store"), settings, metrics, detector)
+        return Service(model, open_store(folder / "store"), settings, metrics, detector, next_embedder)
 
     def serve() -> None:
         try:

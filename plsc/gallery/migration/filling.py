@@ -4,6 +4,7 @@ Every step is stored as it is done, so who is stopped or killed goes on with wha
 """
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,18 +14,21 @@ import numpy as np
 import torch
 
 from plsc.data.codec import decode_image
+from plsc.embedding.embedder import Embedder, embed_images
 from plsc.errors import DataError, NotFoundError, StorageError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
 from plsc.gallery.values import Float32, Migration, Person
 from plsc.index.rows import Int64
+from plsc.models.preprocessing import resize_image
 from plsc.progress import Progress
 
 Embed = Callable[[Sequence[torch.Tensor]], Float32]  # uint8 (3, H, W) each -> (n, dim)
 Picture = Callable[[str, int, int], bytes | None]  # of (collection, person, face), an image file; None: none is kept
 MOST_PAIRS = 50_000  # faces that an adapter is learned from: more change it little, and take memory
 _PERSONS_AT_ONCE = 32
+_BATCH = 8  # pictures embedded at once, which others may wait for
 _SAME = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
 _SEED = 0
 
@@ -60,6 +64,22 @@ def check_room(store: Store, faces: int, dim: int) -> int:
             f"{store.folder}: vectors of the new model need {needed:,} bytes of disk, and {free:,} are free; make room"
         )
     return needed
+
+
+def embed_with(embedder: Embedder, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:
+    """Return what embeds pictures of any size by ``embedder``; ``rest(seconds)`` is called after each batch."""
+    size, interpolation = embedder.image_size, embedder.preprocessing.interpolation
+
+    def embed(pictures: Sequence[torch.Tensor]) -> Float32:
+        rows = []
+        for images in torch.split(torch.stack([resize_image(one, size, interpolation) for one in pictures]), _BATCH):
+            begun = time.monotonic()
+            rows.append(embed_images(embedder, images, flip))
+            rest(time.monotonic() - begun)
+        vectors: Float32 = torch.cat(rows).float().cpu().numpy()
+        return vectors
+
+    return embed
 
 
 def fill_from_pictures(
