@@ -212,9 +212,9 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     kept_gallery(store)
     assert migrate(store) == 2
     assert "name the new model: --to FILE" in capsys.readouterr().err
-    assert migrate(store, "--to", "old") == 1
+    assert migrate(store, "--to", "old") == 2
     assert "of that model already" in capsys.readouterr().err
-    assert migrate(store, "--cut-over") == 1
+    assert migrate(store, "--cut-over") == 2
     assert "people is not being moved to another model; begin a migration" in capsys.readouterr().err
     assert migrate(store, "--to", "new") == 0
     told = capsys.readouterr().out
@@ -226,11 +226,11 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert migrate(store, "--cut-over", "--max-loss", 1, "--json", tmp_path / "cut.json") == 0
     assert "serve it with the new model and --threshold" in capsys.readouterr().out
-    assert migrate(store, "--to", "new") == 1
+    assert migrate(store, "--to", "new") == 2
     assert "is cut over" in capsys.readouterr().err
-    assert migrate(store, "--cancel") == 1
+    assert migrate(store, "--cancel") == 2
     assert migrate(store, "--roll-back") == 0
-    assert migrate(store, "--finish") == 1
+    assert migrate(store, "--finish") == 2
     assert "is not cut over" in capsys.readouterr().err
     assert migrate(store, "--cut-over", "--max-loss", 1) == 0
     assert migrate(store, "--finish") == 0
@@ -238,4 +238,4 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert main(["gallery", "check", str(store)]) == 0
     assert migrate(store, "--to", "old") == 0
     assert migrate(store, "--cancel") == 0
-    assert migrate(store, "--status") == 1
+    assert migrate(store, "--status") == 2
