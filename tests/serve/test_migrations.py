@@ -20,6 +20,7 @@ from support.live_service import (
     picture,
 )
 
+from plsc.client import Client, ServerError
 from plsc.embedding.embedder import Embedder
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson
@@ -168,6 +169,31 @@ def test_nobody_notices_a_cut_over(live: Live) -> None:
         for thread in threads:
             thread.join()
     assert not wrong, wrong[:3]
+
+
+def test_the_client_moves_a_collection(live: Live) -> None:
+    with Client(str(live.http.base_url), live.secrets["boss"]) as client:
+        client.create_collection("staff")
+        people = [client.add_person("staff", faces=[picture(2 * n), picture(2 * n + 1)]) for n in range(3)]
+        lone = client.add_person("staff", faces=[np.ones(8)], external_id="E-1")
+        begun = client.begin_migration("staff")
+        assert client.migrations()[0]["began"] == begun["began"]
+        until_lacking(live, 1)
+        assert list(client.missing("staff")) == [{"id": lone.id, "external_id": "E-1", "faces": list(lone.faces)}]
+        assert client.migrate("staff", "pause")["is_paused"]
+        assert client.send_pictures("staff", people[0].id, [picture(1)]) == [people[0].faces[1]]
+        with pytest.raises(ServerError, match=r"1 faces of staff have no vector of that model") as refused:
+            client.migrate("staff", "cut-over", max_loss=1)
+        assert refused.value.status == 409
+        client.delete_person("staff", lone.id)
+        with pytest.raises(ServerError, match=r"10 persons at the least who have two faces"):
+            client.migrate("staff", "cut-over")
+        assert client.migrate("staff", "cut-over", max_loss=1)["is_cut_over"]
+        with pytest.raises(ServerError, match=r"is cut over"):
+            client.migrate("staff", "cancel")
+        client.migrate("staff", "roll-back")
+        assert client.migrate("staff", "cancel") == {}
+        assert client.migrations() == []
 
 
 def test_a_service_without_a_next_model_says_so(tmp_path: Path) -> None:

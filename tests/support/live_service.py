@@ -98,8 +98,8 @@ def live_service(
 ) -> Iterator[Live]:
     """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
 
-    The model is ``embedder``, or the linear one; collections may be moved to ``next_embedder``. With ``callers``, what each token may do by its name, the client has
-    the token of the first one, unless :meth:`Live.ask` names another.
+    The model is ``embedder``, or the linear one; collections may be moved to ``next_embedder``. With ``callers``, what
+    each token may do by its name, the client has the token of the first one, unless :meth:`Live.ask` names another.
     """
     folder.mkdir(parents=True, exist_ok=True)
     secrets: dict[str, str] = {}
