@@ -243,6 +243,8 @@ def check_persons(
                 raise UsageError(f"its external id {external_id!a} is given twice; it names one person")
             if external_id is not None:
                 external_ids.add(external_id)
+        except ConflictError:  # of the collection, and no single person
+            raise
         except UsageError as error:
             raise UsageError(f"person {index} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
     return checked
