@@ -113,7 +113,7 @@ def send_again(client: Client, people: dict[int, list[Path]], most: int) -> int:
 
 def move(args: Any, way: str, folder: Path, people: Sequence[list[Path]], late: Sequence[list[Path]]) -> dict[str, Any]:
     """Enrol, move by a way, and return the figures; the moved store is left in ``folder``."""
-    options = ["--next-model", str(args.new), *(["--keep-thumbnails"] if way == "kept" else []), *args.serve]
+    options = ["--next-model", str(args.new), *(["--keep-pictures"] if way == "kept" else []), *args.serve]
     with serving(folder, args.old, *options) as client:
         enrolled = enrol(client, people)
         searcher = Searcher(client, enrolled)

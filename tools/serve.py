@@ -146,6 +146,8 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     add("--compact-within", type=float, default=COMPACT_WITHIN, metavar="S", help=text)
     text = "keep a small picture of each enrolled face, until it is deleted"
     add("--keep-thumbnails", action="store_true", help=text)
+    text = "keep each enrolled face's crop without loss, which another model can embed, until it is deleted"
+    add("--keep-pictures", action="store_true", help=text)
     add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
     add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
     add("--items", default="people", metavar="NAME", help="what is enrolled, such as products or mouse/mice (people)")
@@ -167,10 +169,9 @@ def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "S
     from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)
-    if args.keep_thumbnails and folder is None and args.thumbnails is None:
-        raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
-    if args.keep_thumbnails and args.encrypt is not None:
-        raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
+    if (args.keep_thumbnails or args.keep_pictures) and folder is None and args.thumbnails is None:
+        option = "--keep-thumbnails" if args.keep_thumbnails else "--keep-pictures"
+        raise UsageError(f"{option}: a store on a server has no folder for them; give --thumbnails DIR")
     if args.store_bytes is not None and folder is None:
         raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
     pixels = max(int(args.max_megapixels * 1e6), 1)

@@ -188,3 +188,12 @@ def sample_identities(labels: Int64, seed: int, pairs: int = 10**8) -> Int64:
     kept = np.zeros(len(names), dtype=bool)
     kept[order[np.cumsum(sizes[order]) <= max_images]] = True
     return np.flatnonzero(kept[inverse]).astype(np.int64)
+
+
+def places_in_identities(labels: Int64) -> Int64:
+    """Return how many images of the same identity come before each image (N,)."""
+    order = np.argsort(labels, kind="stable")
+    first = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0)[: len(order)])
+    places = np.empty(len(labels), dtype=np.int64)
+    places[order] = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    return places

@@ -60,10 +60,12 @@ class Store(SecondSpaces):
     Attributes:
         folder: where the store keeps its files; None: a server keeps them.
         lacks: what the backend has not, as :class:`UnsupportedError` names it.
+        seals: it encrypts its vectors, and :meth:`sealed` the files beside it.
     """
 
     folder: Path | None = None
     lacks: frozenset[str] = frozenset()
+    seals: bool = False
 
     # --- what a backend gives besides the methods that are abstract below ---
 
@@ -96,6 +98,16 @@ class Store(SecondSpaces):
         if given is not None and what in self.lacks:
             backend = type(self).__name__.removesuffix("Store")
             raise UnsupportedError(f"a store in {backend} has no {what}; leave them out, or use a folder or Postgres")
+
+    # --- files beside the store, each of a face ---
+
+    def sealed(self, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return contents of files of a person's faces, encrypted where vectors are, without those of deleted faces."""
+        return dict(contents)
+
+    def unsealed(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Return what was :meth:`sealed` for this face; None: it was not, or the person's key is erased."""
+        return content
 
     # --- collections ---
 

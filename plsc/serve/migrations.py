@@ -78,7 +78,7 @@ class Migrations:
                 self._store,
                 collection,
                 self._embed,
-                self._thumbnails.kept,
+                self._thumbnails.contents,
                 go_on=lambda: self._goes_on(collection),
                 quiet=True,
             )

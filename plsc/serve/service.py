@@ -100,7 +100,8 @@ class Service:
         self.thresholds = {self.contract_id: settings.threshold}
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
-        self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
+        kept = {"keep": settings.keep_thumbnails, "lossless": settings.keep_pictures}
+        self.thumbnails = ThumbnailStore(store, settings.thumbnails, **kept)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
         if "write" in settings.audit_events and (last_change := store.last_change()) is not None:

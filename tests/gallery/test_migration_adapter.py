@@ -126,6 +126,15 @@ def test_the_prior_sends_what_no_row_shows_nowhere():
     np.testing.assert_allclose(prior[2:], 0, atol=1e-12)
 
 
+def test_a_person_of_most_faces_is_one_of_many():
+    few, persons = people(12, 5, 8)
+    crowd, _ = people(1, 2000, 8, seed=3)
+    old = np.vstack([crowd, few])
+    adapter = fit_adapter(old, unit(old @ rotation(8, 8)), np.append([-5] * 2000, persons), seed=0)
+    assert np.isfinite(adapter.held_out["linear"].separation)
+    assert cosines(adapter(few), unit(few @ rotation(8, 8))).min() > 0.95
+
+
 @pytest.mark.parametrize(
     ("count", "faces", "message"),
     [(6, 20, "120 of 6"), (49, 1, "49 of 49")],

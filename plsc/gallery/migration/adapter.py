@@ -16,7 +16,7 @@ import numpy as np
 from plsc.embedding.columns import Float32, Float64, Int64, Mask
 from plsc.errors import DataError, UsageError, first_line
 from plsc.evaluation.pairs import check_finite, unit_rows, unit_rows_float32
-from plsc.evaluation.roc import merge_rocs, roc_from_scores, tar_at_far
+from plsc.evaluation.roc import merge_rocs, places_in_identities, roc_from_scores, tar_at_far
 from plsc.gallery.migration.linear_map import STRENGTHS, RidgePath
 from plsc.gallery.migration.residual_mlp import Training
 
@@ -26,6 +26,7 @@ FOLDS = 5
 FAR = 1e-3  # of HeldOut.tar
 _FORMAT = "plsc adapter 1"
 _SCORED = 600  # faces of a fold, whose pairs grow with their square
+_SCORED_OF_PERSON = 20  # so that no fold is scored by one person alone
 _MOST_EPOCHS, _PATIENCE = 20, 3
 _GAIN = 1.01  # in separation that a residual has to bring: less is not worth a map that bends between what it saw
 _AT_A_TIME = 65_536  # rows
@@ -148,12 +149,13 @@ def _fit_together(arrays: Mapping[str, Any]) -> bool:
 
 
 class _Faces(NamedTuple):
-    """Faces that have both embeddings, of unit rows, and the fold of each."""
+    """Faces that have both embeddings, of unit rows; the fold of each, and which of them are scored."""
 
     old: Float32
     new: Float32
     persons: Int64
     folds: Int64
+    scored: Mask
 
 
 class _Candidate(NamedTuple):
@@ -218,7 +220,8 @@ def _checked(old: Float32, new: Float32, persons: Int64, seed: int) -> _Faces:
     order = np.random.default_rng(seed).permutation(len(names))
     folds = np.empty(len(names), dtype=np.int64)
     folds[order] = np.arange(len(names)) % FOLDS
-    return _Faces(unit_rows_float32(old), unit_rows_float32(new), numbers.astype(np.int64), folds[numbers])
+    scored = places_in_identities(numbers) < _SCORED_OF_PERSON
+    return _Faces(unit_rows_float32(old), unit_rows_float32(new), numbers.astype(np.int64), folds[numbers], scored)
 
 
 def _affine(faces: _Faces, seen: Mask, strength: float) -> tuple[Float32, Float32]:
@@ -294,6 +297,6 @@ def _measured(faces: _Faces, candidate: _Candidate) -> HeldOut:
 
 def _fold_scores(faces: _Faces, estimated: Float32, fold: int) -> tuple[Float32, Mask]:
     """Scores (s, s) of a fold's estimates with its new vectors, and which are of the same person."""
-    rows = np.flatnonzero(faces.folds == fold)[:_SCORED]
+    rows = np.flatnonzero((faces.folds == fold) & faces.scored)[:_SCORED]
     persons = faces.persons[rows]
     return estimated[rows] @ faces.new[rows].T, persons[:, None] == persons[None, :]

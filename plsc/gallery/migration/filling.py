@@ -25,7 +25,7 @@ from plsc.models.preprocessing import resize_image
 from plsc.progress import Progress
 
 Embed = Callable[[Sequence[torch.Tensor]], Float32]  # uint8 (3, H, W) each -> (n, dim)
-Picture = Callable[[str, int, int], bytes | None]  # of (collection, person, face), an image file; None: none is kept
+Pictures = Callable[[str, Person], Mapping[int, bytes]]  # of a collection's person: image files by face
 MOST_PAIRS = 50_000  # faces that an adapter is learned from: more change it little, and take memory
 _PERSONS_AT_ONCE = 32
 _BATCH = 8  # pictures embedded at once, which others may wait for
@@ -86,7 +86,7 @@ def fill_from_pictures(
     store: Store,
     collection: str,
     embed: Embed,
-    picture: Picture,
+    pictures: Pictures,
     *,
     go_on: Callable[[], bool] = lambda: True,
     quiet: bool = False,
@@ -97,7 +97,7 @@ def fill_from_pictures(
         store: holds the collection, which has a second space.
         collection: its name.
         embed: the new model.
-        picture: what is kept of a face.
+        pictures: what is kept of a person's faces.
         go_on: asked before every batch; False ends the filling.
         quiet: print no progress.
     """
@@ -110,8 +110,7 @@ def fill_from_pictures(
         found = [
             (person.id, face, image)
             for person, faces in page
-            for face in faces
-            if (image := _decoded(picture(collection, person.id, face))) is not None
+            for face, image in _decoded(pictures(collection, person), faces)
         ]
         faces = sum(len(lacks) for _, lacks in page)
         done.without_picture += faces - len(found)
@@ -125,13 +124,12 @@ def fill_from_pictures(
     return done
 
 
-def _decoded(data: bytes | None) -> torch.Tensor | None:
-    if data is None:
-        return None
-    try:
-        return decode_image(data, "a kept picture")
-    except DataError:  # damaged: as if none were kept
-        return None
+def _decoded(contents: Mapping[int, bytes], faces: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield those of ``faces`` of which there is a picture that decodes, with its pixels."""
+    for face in faces:
+        if face in contents:
+            with suppress(DataError):  # damaged: as if none were kept
+                yield face, decode_image(contents[face], "a kept picture")
 
 
 def assign_pictures(store: Store, collection: str, person: Person, searched: Float32, second: Float32) -> list[int]:

@@ -23,6 +23,7 @@ from plsc.evaluation.roc import (
     all_pairs_roc,
     allowed_impostors,
     area_under_curve,
+    places_in_identities,
     sample_identities,
     sampled_curve,
 )
@@ -231,10 +232,7 @@ def _check(by_name: Mapping[str, tuple[Float32, Float32]], persons: Int64, fmr: 
 def _chosen(persons: Int64, seed: int) -> Int64:
     """The faces that are judged, ascending."""
     order = np.random.default_rng(seed).permutation(len(persons))
-    grouped = order[np.argsort(persons[order], kind="stable")]
-    starts = np.flatnonzero(np.append(True, np.diff(persons[grouped]) != 0)) if len(grouped) else grouped
-    place = np.arange(len(grouped)) - np.repeat(starts, np.diff(np.append(starts, len(grouped))))
-    kept = np.sort(grouped[place < _MOST_FACES])
+    kept = np.sort(order[places_in_identities(persons[order]) < _MOST_FACES])
     return kept[sample_identities(persons[kept], seed)]
 
 

@@ -45,7 +45,7 @@ def fill(
             "that model, or cancel"
         )
     pictures = ThumbnailStore(store, thumbnails, keep=False)
-    done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.kept)
+    done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.contents)
     if adapter and store.count_second(collection)[0]:
         learned, _ = filling.fit(filling.pairs(store, collection))
         done.estimated = filling.fill_by_adapter(store, collection, learned).estimated

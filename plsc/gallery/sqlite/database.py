@@ -66,6 +66,14 @@ class VectorCodec:
         """Return the vectors (n, dim); a row of zeros is one whose key was erased while the caller was reading."""
         return np.frombuffer(b"".join(stored), dtype="<f4").astype(np.float32, copy=False).reshape(-1, dim)
 
+    def seal(self, db: sqlite3.Connection, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """See :meth:`plsc.gallery.store.Store.sealed`; called without the write lock."""
+        return dict(contents)
+
+    def unseal(self, person: int, face: int, content: bytes) -> bytes | None:
+        """See :meth:`plsc.gallery.store.Store.unsealed`; called without the write lock."""
+        return content
+
     def recover(self, db: sqlite3.Connection) -> None:
         """Finish what a crash interrupted; called once, after the store was read."""
 

@@ -2,7 +2,8 @@
 
 A stored vector is the number of its person's key in plsc.gallery.sqlite.keys (8 bytes, little-endian), a nonce (12) and
 the float32 numbers, encrypted by AES-256-GCM under that key, with the store's and the face's id as associated data. A
-person gets a key with the first face. When the last face goes, deleted, replaced or with its person, the key goes too:
+file of a face beside the store, such as its picture, is encrypted alike, with the person's id as well. A person gets a
+key with the first face. When the last face goes, deleted, replaced or with its person, the key goes too:
 
 1. The deletion is committed in SQLite. A crash from here on leaves tombstones, and the next opening goes on with 2.
 2. The key is overwritten, and the file of keys synced before the deletion is answered: a power failure behind the
@@ -11,11 +12,12 @@ person gets a key with the first face. When the last face goes, deleted, replace
    while a key waits to be overwritten, and this one not before the sync, so 3 never overtakes 2.
 """
 
+import os
 import sqlite3
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -46,7 +48,7 @@ _SLOT_OF_VECTOR = f"substr(v.vector, 1, {SLOT.size})"
 class EncryptedVectors(VectorCodec):
     """The codec of an encrypted store, which owns ``table``.
 
-    All but :meth:`decode` and :meth:`sync_erased` is called under the write lock.
+    All but :meth:`decode`, :meth:`seal`, :meth:`unseal` and :meth:`sync_erased` is called under the write lock.
     """
 
     overhead = OVERHEAD
@@ -135,6 +137,30 @@ class EncryptedVectors(VectorCodec):
                 raise _older(db, slot)
             texts.append(bytes(4 * dim) if text is None else text)
         return np.frombuffer(b"".join(texts), dtype="<f4").astype(np.float32, copy=False).reshape(-1, dim)
+
+    # --- files beside the store ---
+
+    def seal(self, db: sqlite3.Connection, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Encrypt files of faces as their vectors are, under the same keys."""
+        sealed = {}
+        for face, content in contents.items():
+            text = "SELECT substr(v.vector, 1, ?) FROM faces f JOIN vectors v ON v.face = f.id WHERE f.id = ?"
+            found = db.execute(text, (SLOT.size, face)).fetchone()
+            key = None if found is None else self.table.key(SLOT.unpack(found[0])[0])
+            if key is not None:  # else somebody deleted the face meanwhile
+                nonce = os.urandom(NONCE_BYTES)
+                sealed[face] = found[0] + nonce + cipher(key).encrypt(nonce, content, self._of_file(person, face))
+        return sealed
+
+    def unseal(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Decrypt the file of a face."""
+        slot = SLOT.unpack_from(content)[0] if len(content) >= OVERHEAD else len(self.table)
+        key = self.table.key(slot) if slot < len(self.table) else None
+        return None if key is None else decrypted(cipher(key), content[SLOT.size :], self._of_file(person, face))
+
+    def _of_file(self, person: int, face: int) -> bytes:
+        """What is authenticated beside a file, and never beside a vector."""
+        return self.table.store_id + struct.pack("<qq", person, face) + b"file"
 
     # --- transactions ---
 

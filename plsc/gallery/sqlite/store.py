@@ -18,7 +18,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,6 +146,22 @@ class SqliteStore(Store):
             self._database.codec.require_erased()
         self._database.codec.sync_erased()
         self._maintenance.wake()
+
+    # --- files beside the store ---
+
+    @property
+    def seals(self) -> bool:  # type: ignore[override]
+        """True if the store is encrypted."""
+        return self._database.codec.has_keys
+
+    def sealed(self, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """See :class:`plsc.gallery.store.Store`, as for what follows."""
+        with self._database.reading() as db:
+            return self._database.codec.seal(db, person, contents)
+
+    def unsealed(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Return what was sealed for a face; None: it was not, or the person's key is erased."""
+        return self._database.codec.unseal(person, face, content)
 
     # --- changes of one collection ---
 

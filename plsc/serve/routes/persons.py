@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
+from plsc.gallery.thumbnails import is_lossless
 from plsc.gallery.values import Person
 from plsc.serve import schemas
 from plsc.serve.access import charge
@@ -270,14 +271,17 @@ async def delete_face(collection: CollectionName, person: Id, face: Id, service:
 
 @router.get(
     f"{_FACE_PATH}/thumbnail",
-    responses={200: {"content": {"image/jpeg": {}}, "description": "The crop"}, **error_responses(404)},
+    responses={
+        200: {"content": {"image/jpeg": {}, "image/png": {}}, "description": "The crop"},
+        **error_responses(404),
+    },
     response_class=Response,
 )
 @requires("read")
 async def get_thumbnail(collection: CollectionName, person: Id, face: Id, service: Served) -> Response:
     """The crop that a face was enrolled from, where the service keeps thumbnails (--keep-thumbnails)."""
     thumbnail = await service.in_store(service.thumbnails.read, collection, person, face)
-    return Response(thumbnail, media_type="image/jpeg")
+    return Response(thumbnail, media_type="image/png" if is_lossless(thumbnail) else "image/jpeg")
 
 
 def read_filter(text: str | None) -> Filter | None:
