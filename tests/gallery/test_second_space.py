@@ -5,7 +5,7 @@ The oracle is a dict of what each face's two vectors are, searched in float64.
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, content_of, everyone, faces, units
 
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
 from plsc.gallery.filters import Filter
+from plsc.gallery.migration.filling import fill_from_pictures
 from plsc.gallery.store import Store
+from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson, Person
 
 NEW, NEW_DIM = "model-2", 12
@@ -284,6 +287,30 @@ def test_both_vectors_of_the_deleted_leave_every_file(folder: tuple[Kit, Store, 
     store.exchange_spaces(GALLERY, NEW)
     known.agree()
     assert store.check()["forgotten"] == 0
+
+
+def test_pictures_are_kept_and_filled_from_in_either_space(folder: tuple[Kit, Store, Faces]) -> None:
+    _, store, known = folder
+    assert store.folder is not None
+    thumbnails = ThumbnailStore(store, store.folder / "thumbnails", keep=True, lossless=True)
+    for searched in (MODEL, NEW):
+        store.exchange_spaces(GALLERY, searched)
+        crops = torch.from_numpy(np.random.default_rng(len(searched)).integers(0, 256, (2, 3, 8, 8), dtype=np.uint8))
+        (made,) = thumbnails.add_persons(GALLERY, [NewPerson(faces(2, 50, DIMS[searched]))], searched, [list(crops)])
+        assert len(thumbnails.contents(GALLERY, made)) == 2
+        second = known.second
+        seen: list[torch.Tensor] = []
+
+        def embed(pictures: Sequence[torch.Tensor], into: list[torch.Tensor] = seen, dim: int = DIMS[second]) -> Any:
+            into.extend(pictures)
+            return faces(len(pictures), 51, dim)
+
+        done = fill_from_pictures(store, GALLERY, embed, thumbnails.contents, quiet=True)
+        assert vars(done) == {"filled": 2, "estimated": 0, "without_picture": 0}
+        assert all(torch.equal(picture, crop) for picture, crop in zip(seen, crops, strict=True))
+        learnt = {searched: faces(2, 50, DIMS[searched]), second: faces(2, 51, DIMS[second])}
+        known.learn(made.id, made.faces, learnt)
+        known.agree_second()
 
 
 def test_a_finished_migration_leaves_no_former_vector(folder: tuple[Kit, Store, Faces], tmp_path: Path) -> None:

@@ -144,8 +144,7 @@ class EncryptedVectors(VectorCodec):
         """Encrypt files of faces as their vectors are, under the same keys."""
         sealed = {}
         for face, content in contents.items():
-            text = "SELECT substr(v.vector, 1, ?) FROM faces f JOIN vectors v ON v.face = f.id WHERE f.id = ?"
-            found = db.execute(text, (SLOT.size, face)).fetchone()
+            found = db.execute(f"SELECT {_SLOT_OF_VECTOR} FROM {SEARCHED} WHERE f.id = ?", (face,)).fetchone()
             key = None if found is None else self.table.key(SLOT.unpack(found[0])[0])
             if key is not None:  # else somebody deleted the face meanwhile
                 nonce = os.urandom(NONCE_BYTES)
