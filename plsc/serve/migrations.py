@@ -12,7 +12,7 @@ from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.progress import note
 
 SHARE = 0.25  # of the time, what embedding kept pictures takes
-_LOOK_SECONDS = 60.0
+_LOOK_SECONDS = 600.0  # for what other services that share the store have begun
 _RETRY_SECONDS = 30.0
 
 

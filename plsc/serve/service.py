@@ -97,7 +97,7 @@ class Service:
         self.embedders = {self.contract_id: embedder}  # by contract id
         if next_embedder is not None and self.next_contract_id is not None:
             self.embedders.setdefault(self.next_contract_id, next_embedder)
-        self.thresholds = {self.contract_id: settings.threshold}
+        self.thresholds: dict[str, float] = {}  # that moves found, by contract id
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
         kept = {"keep": settings.keep_thumbnails, "lossless": settings.keep_pictures}
@@ -279,10 +279,13 @@ class Service:
 
     def settings_of(self, spaces: Spaces) -> Settings:
         """The settings with the threshold of a collection's model, None where that is not known."""
-        contract_id, threshold = spaces.info.contract_id, self.thresholds.get(spaces.info.contract_id)
-        if spaces.migration is not None:
-            threshold = spaces.migration.details.get("thresholds", {}).get(contract_id, threshold)
-        return self.settings if threshold == self.settings.threshold else replace(self.settings, threshold=threshold)
+        contract_id, migration = spaces.info.contract_id, spaces.migration
+        if contract_id == self.contract_id:
+            return self.settings
+        threshold = self.thresholds.get(contract_id)  # of a move that is finished
+        if migration is not None:
+            threshold = migration.details.get("thresholds", {}).get(contract_id)
+        return replace(self.settings, threshold=threshold, false_match_rate=None)
 
     async def statistics(self, collection: str) -> Mapping[str, float]:
         """The store's statistics of a collection, at most a second old."""

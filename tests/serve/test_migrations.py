@@ -250,7 +250,7 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert migrate(store, "--report", "--plot", plot) == 0
     assert "TAR" in capsys.readouterr().out
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert migrate(store, "--cut-over", "--max-loss", 1, "--json", tmp_path / "cut.json") == 0
+    assert migrate(store, "--cut-over", "--threshold", 0.5, "--max-loss", 1, "--json", tmp_path / "cut.json") == 0
     assert "serve it with the new model and --threshold" in capsys.readouterr().out
     assert migrate(store, "--to", "new") == 2
     assert "is cut over" in capsys.readouterr().err

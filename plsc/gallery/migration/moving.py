@@ -29,7 +29,7 @@ class Status:
         faces: in the collection.
         lacking: of them, those without a vector in the second space.
         estimated: those that have an adapter's estimate there.
-        thresholds: cosines of the same false-match rate, by contract id; empty until the move was judged.
+        thresholds: cosines of the same false-match rate, by contract id; empty until the move was judged by one.
         judgement: :meth:`plsc.gallery.migration.judgement.Judgement.to_dict`; None until the move was judged.
     """
 
@@ -97,7 +97,9 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
     found = pairs(store, collection)
     estimated = fit(found)[1] if store.count_second(collection)[1] else None
     judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
-    thresholds = {info.contract_id: judgement.old_threshold, migration.contract_id: judgement.threshold}
+    thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
+    if threshold is None:  # who judges nobody by one today does not tomorrow
+        thresholds = {}
     known = {**require_migration(store, collection).details, "thresholds": thresholds}
     store.set_migration_details(collection, {**known, "judgement": judgement.to_dict()})
     return judgement

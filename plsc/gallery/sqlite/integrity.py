@@ -116,6 +116,8 @@ def _check_second_space(db: sqlite3.Connection, stored: StoredCollection) -> Non
     )
     while rows := cursor.fetchmany(_PAGE_PERSONS):
         records.decode_vectors(db, rows, migration.info.dim)
+    if records.count_second(db, migration) != records.read_second_counts(db, stored.number):
+        raise corrupt_row(db, f"the counts of the migration of {stored.info.name} are not those of its rows")
 
 
 def _check_segment(

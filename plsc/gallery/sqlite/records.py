@@ -157,7 +157,37 @@ def put_migration(db: sqlite3.Connection, migration: StoredMigration) -> None:
     details = json.dumps(dict(info.details), allow_nan=False)
     about = (info.dim, info.contract_id, info.began, int(info.is_cut_over), details)
     values = (migration.number, migration.space, *about)
-    db.execute("INSERT OR REPLACE INTO migrations VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, row_checksum(*values)))
+    db.execute(
+        "INSERT INTO migrations (collection, space, dim, contract_id, began, is_cut_over, details, checksum) "
+        "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) ON CONFLICT (collection) DO UPDATE SET "
+        "space = ?2, dim = ?3, contract_id = ?4, began = ?5, is_cut_over = ?6, details = ?7, checksum = ?8",
+        (*values, row_checksum(*values)),
+    )
+
+
+def count_second(db: sqlite3.Connection, migration: StoredMigration) -> tuple[int, int]:
+    """Count the faces that have a vector in the second space, and those that have an estimate there: reads them all."""
+    text = (
+        f"SELECT count(*), coalesce(sum(substr(v.checksum, 1, 1) = x'{ESTIMATED.hex()}'), 0) "
+        "FROM faces f JOIN vectors v ON v.face = f.id + ? WHERE f.collection = ?"
+    )
+    filled, estimated = db.execute(text, (migration.space, migration.number)).fetchone()
+    return int(filled), int(estimated)
+
+
+def set_second_counts(db: sqlite3.Connection, number: int, filled: int, estimated: int) -> None:
+    """Store what :func:`count_second` counts."""
+    db.execute("UPDATE migrations SET filled = ?, estimated = ? WHERE collection = ?", (filled, estimated, number))
+
+
+def read_second_counts(db: sqlite3.Connection, number: int) -> tuple[int, int]:
+    """Return what :func:`count_second` counts, as it was kept."""
+    filled, estimated = db.execute(
+        "SELECT filled, estimated FROM migrations WHERE collection = ?", (number,)
+    ).fetchone()
+    if not (isinstance(filled, int) and isinstance(estimated, int)):
+        raise corrupt_row(db, f"the counts of the migration of collection {number} are not what was written")
+    return filled, estimated
 
 
 def new_space(db: sqlite3.Connection) -> int:
@@ -177,6 +207,7 @@ def exchange_spaces(db: sqlite3.Connection, stored: StoredCollection, migration:
     )
     set_segment(db, stored)
     put_migration(db, migration)
+    set_second_counts(db, stored.number, *count_second(db, migration))
 
 
 # --- faces and vectors ---

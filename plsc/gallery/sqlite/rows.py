@@ -24,6 +24,7 @@ from plsc.gallery.values import Collection, Float32, Migration, Person, PersonSu
 from plsc.index.rows import Int64
 
 _VECTOR = "SELECT face, checksum, vector FROM vectors WHERE face = ?"
+_MARK = "SELECT substr(checksum, 1, 1) FROM vectors WHERE face = ?"
 _PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
 
 
@@ -219,6 +220,7 @@ class SqliteRows(Rows):
             note_deletion_time(self.db)
         if faces and self._spaces() != [0]:
             note_left_texts(self.db)  # a second space is not filled in order: SQLite has moved rows of vectors
+        self._count_leaving_second(faces)
         for space in self._spaces():
             self._forget("f.id = ?", faces, space)
         self.db.executemany("DELETE FROM faces WHERE id = ?", ((face,) for face in faces))
@@ -316,8 +318,10 @@ class SqliteRows(Rows):
         assert self.second is not None, "it was checked"
         keys = np.array(faces, dtype=np.int64) + self.second.space
         blobs = codec_of(self.db).encode(self.db, keys, np.full(len(keys), person, dtype=np.int64), vectors)
+        self._count_leaving_second(faces)
         self.db.executemany("DELETE FROM vectors WHERE face = ?", ((key,) for key in keys.tolist()))
         self._put_vectors(keys, blobs, is_estimated=is_estimated)
+        self._count_second(len(keys), len(keys) if is_estimated else 0)
 
     def second_vectors(self, persons: Sequence[Person]) -> dict[int, SecondVector]:
         """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
@@ -333,14 +337,20 @@ class SqliteRows(Rows):
 
     def count_second(self) -> tuple[int, int]:
         """Return how many faces have no vector in the second space, and how many an estimate."""
-        assert self.second is not None, "it was checked"
-        text = (
-            "SELECT count(*) - count(v.face), "
-            f"coalesce(sum(substr(v.checksum, 1, 1) = x'{records.ESTIMATED.hex()}'), 0) "
-            "FROM faces f LEFT JOIN vectors v ON v.face = f.id + ? WHERE f.collection = ?"
-        )
-        lacking, estimated = self.db.execute(text, (self.second.space, self.number)).fetchone()
-        return int(lacking), int(estimated)
+        filled, estimated = records.read_second_counts(self.db, self.number)
+        return self.stored.info.faces - filled, estimated
+
+    def _count_leaving_second(self, faces: Sequence[int]) -> None:
+        """Count the second vectors of faces, which leave."""
+        if self.second is None or not faces:
+            return
+        keys = [face + self.second.space for face in faces]
+        marks = [row[0] for key in keys if (row := self.db.execute(_MARK, (key,)).fetchone()) is not None]
+        self._count_second(-len(marks), -marks.count(records.ESTIMATED))
+
+    def _count_second(self, filled: int, estimated: int) -> None:
+        text = "UPDATE migrations SET filled = filled + ?, estimated = estimated + ? WHERE collection = ?"
+        self.db.execute(text, (filled, estimated, self.number))
 
     def lacking(self, after: int, limit: int, *, estimated: bool) -> list[int]:
         """Return up to ``limit`` persons above ``after`` with a face that has no vector in the second space.
@@ -353,7 +363,7 @@ class SqliteRows(Rows):
         also = f" OR substr(v.checksum, 1, 1) = x'{records.ESTIMATED.hex()}'" if estimated else ""
         text = (
             "SELECT DISTINCT f.person FROM faces f LEFT JOIN vectors v ON v.face = f.id + ? "
-            f"WHERE f.collection = ? AND f.person > ? AND (v.face IS NULL{also}) ORDER BY f.person LIMIT ?"
+            f"WHERE +f.collection = ? AND f.person > ? AND (v.face IS NULL{also}) ORDER BY f.person LIMIT ?"
         )
         rows = self.db.execute(text, (self.second.space, self.number, after, limit)).fetchall()
         return [row[0] for row in rows]

@@ -64,13 +64,14 @@ SCHEMA_2 = (
     _PERSONS_1.removesuffix(")") + "".join(f", {column}" for column in _PERSONS_2) + ")",  # as ALTER TABLE leaves it
     *_ADDED_2,
 )
-# What version 3 adds. Of a migration, details is JSON; dim, contract_id and space are those of the second space.
+# What version 3 adds. Of a migration, details is JSON; dim, contract_id and space are those of the second space, filled
+# is how many faces have a vector in it, and estimated for how many of them it is an estimate.
 _COLLECTIONS_3 = ("space INTEGER NOT NULL DEFAULT 0",)
 _ADDED_3 = (
     """CREATE TABLE migrations (
         collection INTEGER PRIMARY KEY REFERENCES collections (number), space INTEGER NOT NULL, dim INTEGER NOT NULL,
         contract_id TEXT NOT NULL, began TEXT NOT NULL, is_cut_over INTEGER NOT NULL, details TEXT NOT NULL,
-        checksum INTEGER NOT NULL)""",
+        checksum INTEGER NOT NULL, filled INTEGER NOT NULL DEFAULT 0, estimated INTEGER NOT NULL DEFAULT 0)""",
 )
 _COLLECTIONS_1 = SCHEMA_1[0]
 SCHEMA_3 = (
