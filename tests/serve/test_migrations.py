@@ -17,37 +17,26 @@ from support.live_service import (
     image_input,
     linear_embedder,
     live_service,
+    next_linear_embedder,
     picture,
+)
+from support.live_service import (
+    NEXT_CONTRACT as NEW,
 )
 
 from plsc.client import Client, ServerError
-from plsc.embedding.embedder import Embedder
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson
 from plsc.tools.entry import main
 
-NEW, NEW_DIM = "next-model", 12
 PERSONS = 30
-
-
-class Next(Linear):
-    """Another linear map, wider."""
-
-    embedding_dim, contract_id = NEW_DIM, NEW
-
-    def __init__(self) -> None:
-        self.weight = torch.randn(3 * SIZE * SIZE, NEW_DIM, generator=torch.Generator().manual_seed(1))
-
-
-def next_embedder() -> Embedder:
-    return Embedder(Next(), "models/next.safetensors")
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
     settings: dict[str, Any] = {"threshold": 0.5, "keep_thumbnails": True, "thumbnails": tmp_path / "thumbnails"}
     callers = {"boss": {"role": "admin"}, "writer": {"role": "write"}}
-    with live_service(tmp_path / "serve", next_embedder=next_embedder(), callers=callers, **settings) as running:
+    with live_service(tmp_path / "serve", next_embedder=next_linear_embedder(), callers=callers, **settings) as running:
         yield running
 
 
@@ -214,7 +203,7 @@ def migrate(*words: object) -> int:
 @pytest.fixture
 def both_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command opens "new" and "old" as linear models."""
-    models = {"new": next_embedder, "old": linear_embedder}
+    models = {"new": next_linear_embedder, "old": linear_embedder}
     monkeypatch.setattr("plsc.embedding.embedder.open_embedder", lambda path, **_: models[path]())
 
 

@@ -29,6 +29,7 @@ from plsc.serve.tokens import add_token
 
 SIZE, DIM = 16, 8
 CONTRACT = "linear-model"
+NEXT_DIM, NEXT_CONTRACT = 12, "next-model"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -46,6 +47,20 @@ class Linear:
     def run(self, images_u8: torch.Tensor) -> torch.Tensor:
         """(B, 3, S, S) uint8 -> (B, D)."""
         return images_u8.flatten(1).float() @ self.weight / 255
+
+
+class NextLinear(Linear):
+    """Another linear map, wider."""
+
+    embedding_dim, contract_id = NEXT_DIM, NEXT_CONTRACT
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(3 * SIZE * SIZE, NEXT_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def next_linear_embedder() -> Embedder:
+    """A model that collections can be moved to."""
+    return Embedder(NextLinear(), "models/next.safetensors")
 
 
 def linear_embedder(source: str = "models/linear.safetensors") -> Embedder:

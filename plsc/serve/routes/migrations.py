@@ -210,7 +210,7 @@ async def estimate(collection: CollectionName, service: Served) -> MigrationView
 @router.post("/{collection}/judge", responses=error_responses(404, 409, 422))
 @requires("admin")
 async def judge(collection: CollectionName, service: Served) -> MigrationView:
-    """Judge the move by persons who have vectors of both models, at the false-match rate of the present threshold."""
+    """Judge the move by persons with vectors of both models, at the false-match rate of the present threshold."""
     spaces = await service.require_collection(collection)
     threshold = service.settings_of(spaces).threshold
     return await _changed(service, collection, lambda: moving.judge_move(service.store, collection, threshold))
@@ -234,7 +234,7 @@ async def resume(collection: CollectionName, service: Served) -> MigrationView:
 @requires("admin")
 async def cut_over(
     collection: CollectionName,
-    body: Annotated[CutOver, body_like(at_most_a_hundredth={"max_loss": 0.01})],
+    body: Annotated[CutOver, body_like(unjudged={"max_loss": 1})],
     service: Served,
 ) -> MigrationView:
     """Judge the move, and search the new model's vectors from now on: model and threshold change together.
@@ -250,7 +250,7 @@ async def cut_over(
 @router.post("/{collection}/roll-back", responses=error_responses(404, 409, 507))
 @requires("admin")
 async def roll_back(collection: CollectionName, service: Served) -> MigrationView:
-    """Search the former model's vectors again, with everybody who was enrolled since."""
+    """Search the former model's vectors again, with all persons that were enrolled since."""
     return await _changed(service, collection, lambda: moving.roll_back(service.store, collection))
 
 
