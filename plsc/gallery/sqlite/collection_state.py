@@ -306,6 +306,11 @@ class CollectionState:
         self.view = replace(view, growing=self._growing.rows, masks={})
 
     @property
+    def second_contract_id(self) -> str | None:
+        """The contract id of the second space; None: there is none."""
+        return None if self.migration is None else self.migration.contract_id
+
+    @property
     def has_expired(self) -> bool:
         """True if a person may have expired that was not deleted yet."""
         return is_expired(self.next_expiry)

@@ -167,7 +167,7 @@ class SqliteStore(Store):
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         state = self._state(collection)
-        checked, migration = change.check(state.info, state.migration), state.migration
+        checked, second = change.check(state.info, state.migration), state.second_contract_id
 
         def work(rows: SqliteRows) -> _T:
             result = change.work(rows, checked)
@@ -175,8 +175,8 @@ class SqliteStore(Store):
             return result
 
         with self._write_lock:
-            if self._state(collection) is not state or state.migration is not migration:  # they were just exchanged
-                return self._change(collection, change)
+            if self._state(collection) is not state or state.second_contract_id != second:
+                return self._change(collection, change)  # its models are others since it was checked
             if not change.deleting:
                 self._reserve.require()
             result = self._commit(state, work, deleting=change.deleting)
