@@ -9,7 +9,6 @@ estimate. Adapters learn from the first faces of the others, whole people in a r
 plsc.gallery.migration.judgement's table for each size.
 """
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +44,8 @@ def main() -> None:
     others = np.concatenate([np.flatnonzero(persons == name) for name in random.permutation(names)])
     others = others[~judged[others]]
     for faces in args.faces:
-        start, rows = time.perf_counter(), others[:faces]
+        rows = others[:faces]
         adapter = fit_adapter(old[rows], new[rows], persons[rows], seed=args.seed)
-        seconds = time.perf_counter() - start
         found = judge(
             *(old[judged], new[judged], persons[judged]),
             threshold=None,
@@ -70,7 +68,6 @@ def main() -> None:
             "tar_one_threshold": round(found.spaces["estimated"].used_tar, 4),
             "judged_persons": found.persons,
             "genuine_pairs": found.genuine_pairs,
-            "fit_seconds": round(seconds, 1),
         }
         print_and_add("migration_adapter", row, args.out)
 
