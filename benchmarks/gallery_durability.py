@@ -3,6 +3,7 @@
     python benchmarks/gallery_durability.py --rounds 100
     python benchmarks/gallery_durability.py --rounds 100 --full-disk      (mounts a small tmpfs: needs root)
     python benchmarks/gallery_durability.py --rounds 100 --encrypt
+    python benchmarks/gallery_durability.py --rounds 100 --migrate
 
 In each round a child opens the store and works on it with several threads: it enrols, also under idempotency keys, puts
 persons by external ids, adds faces, renames, deletes, searches, compacts and takes snapshots. What the store
@@ -16,8 +17,9 @@ store, and compares it with the acknowledgements of all rounds so far:
 - from time to time, after a compaction, no file holds the bytes of a deleted vector, and of an encrypted store a former
   snapshot tells nobody who was deleted since (benchmarks/gallery_forgotten.py).
 
-With --full-disk the disk has no room left for part of each round, and during every other opening: then writes may be
-refused (StorageError), and nothing else may differ.
+With --migrate the collection moves to another model and back all the time, step by step, and the same has to hold
+(benchmarks/gallery_moving_store.py). With --full-disk the disk has no room left for part of each round, and during
+every other opening: then writes may be refused (StorageError), and nothing else may differ.
 """
 
 import base64
@@ -42,7 +44,19 @@ from typing import Any
 
 import numpy as np
 from gallery_forgotten import KeptSnapshot, everyone, verify_forgotten, verify_gone, verify_not_found
-from gallery_killed_worker import FILLER, GALLERY, KEY_FILE, MODEL, SAME, Float32, child, opened, vector, vectors
+from gallery_killed_worker import (
+    FILLER,
+    GALLERY,
+    KEY_FILE,
+    MODEL,
+    MOVING,
+    SAME,
+    Float32,
+    child,
+    opened,
+    vector,
+    vectors,
+)
 from gallery_repeated_writes import Onces, Puts, has_gallery
 from results_file import add_row, script_parser
 
@@ -75,7 +89,7 @@ class Ledger:
         self.persons: dict[int, Known] = {}
         self.gone_persons: dict[int, Known] = {}
         self.gone_faces: dict[int, int] = {}  # face: key
-        self.figures = dict.fromkeys(("acknowledged", "refused", "opened", "unanswered"), 0)
+        self.figures = dict.fromkeys(("acknowledged", "refused", "opened", "unanswered", "moved", "exchanged"), 0)
         self.puts, self.onces = Puts(), Onces()
         self.lots: dict[int, tuple[set[int], int]] = {}  # of this round: the persons that were seen, and all there are
 
@@ -86,6 +100,10 @@ class Ledger:
             raise SystemExit(f"the child failed: {rest[0]}")
         if sort in ("refused", "opened"):
             self.figures[sort] += 1
+            return
+        if sort == "moved":
+            self.figures["moved"] += 1
+            self.figures["exchanged"] += rest[0] == "exchange"
             return
         self.figures["acknowledged"] += sort == "did"
         if rest[0] in ("put", "once"):
@@ -232,6 +250,7 @@ def play(
         "rounds": number,
         "full_disk": full_disk,
         "encrypted": is_encrypted(folder),
+        "migrate": (folder.parent / MOVING).exists(),
         **ledger.figures,
         "replayed": ledger.onces.replayed,
         "repeated": ledger.onces.repeated + ledger.puts.repeated,
@@ -325,6 +344,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="longest life of a child (2)")
     parser.add_argument("--full-disk", action="store_true")
     parser.add_argument("--encrypt", action="store_true", help="keep the vectors encrypted under a key per person")
+    parser.add_argument("--migrate", action="store_true", help="move the collection between two models all the time")
     parser.add_argument("--record", action="store_true", help="add the figures to results/gallery_durability.csv")
     args = parser.parse_args()
     with small_disk() if args.full_disk else plain_disk() as folder, plain_disk() as elsewhere:
@@ -332,6 +352,8 @@ def main() -> None:
             descriptor = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT, 0o600)
             os.write(descriptor, base64.b64encode(os.urandom(32)))
             os.close(descriptor)
+        if args.migrate:
+            (folder / MOVING).touch()
         figures = play(folder / "store", elsewhere, args.rounds, args.minutes, args.seconds, args.full_disk, args.seed)
     print(json.dumps(figures))
     if args.record:

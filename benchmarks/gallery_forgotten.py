@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from gallery_killed_worker import GALLERY, KEY_FILE, SAME, Float32, vector, vectors
+from gallery_killed_worker import GALLERY, KEY_FILE, MODEL, SAME, Float32, vector, vectors
+from gallery_moving_store import SECOND_MODEL, in_second_space
 
 from plsc.errors import NotFoundError
 from plsc.gallery.sqlite import KEYS, SQLITE
@@ -42,8 +43,12 @@ def verify_forgotten(store: SqliteStore, gone: Sequence[int], living: Sequence[i
     store.compact()
     assert store.check()["forgotten"] == 0, "a compaction left something that was deleted"
     encrypted = (store.folder / KEYS).exists()
-    controls = [stored_form(key) for key in living[-CONTROLS:]]
-    deleted = [stored_form(key) for key in gone[-LOOKED_FOR:]]
+    contract_id, is_moving = store.collection(GALLERY).contract_id, store.migration(GALLERY) is not None
+    controls = [stored_form(key, contract_id) for key in living[-CONTROLS:]]
+    deleted = [stored_form(key, model) for key in gone[-LOOKED_FOR:] for model in (MODEL, SECOND_MODEL)]
+    if not is_moving:  # what was ended, or never begun, has left no vector
+        other = MODEL if contract_id == SECOND_MODEL else SECOND_MODEL
+        deleted += [stored_form(key, other) for key in living[-LOOKED_FOR:]]
     seen = set[bytes]()
     for path in (path for path in store.folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -80,9 +85,9 @@ def verify_keys(folder: Path) -> None:
     assert set(kept[kept <= living.max(initial=-1)]) == set(living), "a key of somebody who was deleted is left"
 
 
-def stored_form(key: int) -> bytes:
-    """A key's vector as it is stored."""
-    row = vector(key).astype(np.float64)
+def stored_form(key: int, contract_id: str = MODEL) -> bytes:
+    """A key's vector as it is stored, of either model."""
+    row = (in_second_space(vector(key)) if contract_id == SECOND_MODEL else vector(key)).astype(np.float64)
     row /= np.abs(row).max()
     unit: Float32 = (row / np.linalg.norm(row)).astype(np.float32)
     return unit.tobytes()

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gallery_moving_store import MovingStore
 from gallery_repeated_writes import Putter, keyed_persons, once, send_once_more
 
-from plsc.errors import NotFoundError, StorageError
+from plsc.errors import ConflictError, NotFoundError, StorageError
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import NewPerson
 
@@ -28,6 +29,7 @@ GALLERY, MODEL, DIM = "people", "a model", 64
 SAME = 0.9999  # a cosine that only the vector itself has
 FILLER = "filler"
 KEY_FILE = "gallery.key"
+MOVING = "moving"  # a file beside the store says that its collection moves between two models
 
 Float32 = npt.NDArray[np.float32]
 
@@ -71,6 +73,8 @@ class Worker:
         ]
         if self._filler is not None:
             jobs.append(self._fill)
+        if isinstance(self._store, MovingStore):
+            jobs.append(self._move)
         for index, job in enumerate(jobs):
             threading.Thread(target=self._forever, args=(job, random.Random(self._seed * 100 + index))).start()
 
@@ -185,6 +189,11 @@ class Worker:
         self._filler.unlink(missing_ok=True)
         time.sleep(chance.random() * 0.3)
 
+    def _move(self, chance: random.Random) -> None:
+        assert isinstance(self._store, MovingStore)
+        with contextlib.suppress(ConflictError):  # another step was taken meanwhile
+            self._send("moved", self._store.move(GALLERY, chance))
+
     def _someone(self, chance: random.Random) -> int:
         everyone = list(self._alive)
         if not everyone:
@@ -194,8 +203,10 @@ class Worker:
 
 def opened(folder: Path) -> SqliteStore:
     """The store; an encrypted one has its key file beside it."""
-    key_file = folder.parent / KEY_FILE
-    return SqliteStore(folder, key_file=key_file if key_file.exists() else None)
+    key_file, kind = folder.parent / KEY_FILE, SqliteStore
+    if (folder.parent / MOVING).exists():
+        kind = MovingStore
+    return kind(folder, key_file=key_file if key_file.exists() else None)
 
 
 def fill(path: Path) -> None:

@@ -331,6 +331,46 @@ class Client:
         """Delete a snapshot."""
         self._request("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
 
+    def begin_migration(self, collection: str) -> dict[str, Any]:
+        """Begin to move a collection to the server's next model; returns how far it is (docs/migration.md)."""
+        return dict(self._request("POST", "/v1/migrations", {"collection": collection}))
+
+    def migrations(self) -> list[dict[str, Any]]:
+        """How far all collections are that are being moved."""
+        return list(self._request("GET", "/v1/migrations")["migrations"])
+
+    def migration(self, collection: str) -> dict[str, Any]:
+        """How far the move of a collection is."""
+        return dict(self._request("GET", f"/v1/migrations/{_quoted(collection)}"))
+
+    def missing(self, collection: str) -> Iterator[dict[str, Any]]:
+        """Iterate over persons with faces that have no vector of their own by the other model."""
+        after: int | None = 0
+        while after is not None:
+            query = {"after": after, "limit": _PAGE}
+            page = self._request("GET", f"/v1/migrations/{_quoted(collection)}/missing", query=query)
+            yield from page["persons"]
+            after = page["next"]
+
+    def send_pictures(self, collection: str, person: int, pictures: Sequence[Input]) -> list[int]:
+        """Send pictures of a person again; returns the faces that they are of, and are embedded for."""
+        path = f"/v1/migrations/{_quoted(collection)}/persons/{as_integer(person, 'the id of a person')}/pictures"
+        body = {"faces": inputs_as_json("faces", pictures)}
+        return list(self._request("POST", path, body, repeatable=True)["faces"])
+
+    def migrate(self, collection: str, step: str, *, max_loss: float | None = None) -> dict[str, Any]:
+        """Take a step of a move; returns how far it is, or what was found.
+
+        Args:
+            collection: its name.
+            step: "pause", "resume", "estimate", "judge", "cut-over", "roll-back", "finish" or "cancel".
+            max_loss: for "cut-over", of the true accept rate; None: the server's 0.01.
+        """
+        body = None
+        if step == "cut-over":
+            body = {} if max_loss is None else {"max_loss": as_number(max_loss, "max_loss")}
+        return dict(self._request("POST", f"/v1/migrations/{_quoted(collection)}/{_quoted(step)}", body) or {})
+
     def _about_person(self, method: str, path: str, body: Any = None, **options: Any) -> Person:
         """The person that an answer is about, with its ETag."""
         answer = self._ask(method, path, body, **options)

@@ -8,6 +8,7 @@
   plsc gallery import STORE people people.emb
   plsc gallery rotate-key STORE --encrypt gallery.key --new-key next.key
   plsc gallery audit STORE --verify
+  plsc gallery migrate STORE --to NEW.onnx
   plsc gallery enrol http://127.0.0.1:8080 FOLDER --collection staff
 
 STORE is the folder of plsc serve, or the address of a server: milvus:URI, postgres:DSN. An encrypted folder takes
@@ -40,7 +41,7 @@ MAX_PARALLEL = 32
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = add_actions(parser, "check|compact|snapshot|restore|export|import|rotate-key|audit|enrol")
+    actions = add_actions(parser, "check|compact|snapshot|restore|export|import|rotate-key|audit|migrate|enrol")
     check = _action(actions, "check", _check, "verify every row and every file")
     text = "delete who expired, and bring changes into the files: none then holds what was deleted"
     compact = _action(actions, "compact", _compact, text)
@@ -74,6 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     audit.add_argument("--verify", action="store_true", help="check the chain of its lines")
     text = "NUMBER:SHA256 noted earlier; then lines cut off its end show too"
     audit.add_argument("--head", metavar="HEAD", help=text)
+    _configure_migrate(actions)
     _configure_enrol(actions)
 
 
@@ -93,6 +95,36 @@ def _action(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentPa
     parser = add_action(actions, name, run, text)
     parser.add_argument("store", metavar="STORE")
     return parser
+
+
+def _configure_migrate(actions: Any) -> None:
+    text = "move a collection to another model: embed its kept pictures, judge, cut over, or go back"
+    parser = _action(actions, "migrate", _migrate, text)
+    add = parser.add_argument
+    add("--to", metavar="FILE", help="the new model, to begin or to go on")
+    add("--collection", default="people", metavar="NAME", help="(people)")
+    add("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store")
+    add("--thumbnails", type=Path, metavar="DIR", help="of plsc serve --thumbnails, with the kept pictures")
+    add("--flip", action="store_true", help="as in plsc serve --flip")
+    add("--adapter", action="store_true", help="estimate vectors of faces of which no picture is kept")
+    add("--threshold", type=float, metavar="T", help="the service's, to judge by (that of a false-match rate of 1e-3)")
+    at_most = number(float, lambda value: 0 <= value <= 1, "it lies between 0 and 1")
+    text = "of the true accept rate, for --cut-over (0.01)"
+    add("--max-loss", type=at_most, default=0.01, metavar="L", help=text)
+    add("--plot", type=Path, metavar="FILE", help="of --report: draw the ROC curves (.png, .svg or .pdf)")
+    step = parser.add_mutually_exclusive_group()
+    for name, text in _STEPS.items():
+        step.add_argument(f"--{name}", action="store_const", const=name, dest="step", help=text)
+
+
+_STEPS = {
+    "report": "judge: true accepts of both models, and the new threshold",
+    "cut-over": "let searches read the new model's vectors",
+    "roll-back": "let them read the former model's again, with all enrolled since",
+    "finish": "delete the former model's vectors",
+    "cancel": "delete the new model's vectors",
+    "status": "say how far it is",
+}
 
 
 def _configure_enrol(actions: Any) -> None:
@@ -117,7 +149,7 @@ def _opened(args: argparse.Namespace, *, create: bool = False) -> AbstractContex
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import holds_manifest
     from plsc.gallery import transfer
-    from plsc.gallery.sqlite import backup
+    from plsc.gallery.sqlite import backup, schema
     from plsc.gallery.sqlite.store import SqliteStore
 
     if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
@@ -125,7 +157,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
         show(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
     if holds_manifest(Path(args.store), backup.FORMAT):
-        return _check_snapshot(args, backup.read_snapshot(Path(args.store)), backup.VERSION)
+        return _check_snapshot(args, backup.read_snapshot(Path(args.store)), schema.VERSION)
     if args.keys is not None:
         raise UsageError("--keys: a store has its own; it is for a snapshot")
     if args.snapshots is not None and not args.snapshots.is_dir():
@@ -260,6 +292,33 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
     keys = rotate_key(Path(args.store), args.encrypt, args.new_key)
     show(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
     return {"store": args.store, "keys": keys}
+
+
+def _migrate(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.migration import moving, offline
+
+    name, folder = args.collection, store_folder(args.store)
+    with _opened(args) as store:
+        store.collection(name)  # before a model is read
+        if args.step is None:
+            from plsc.embedding.embedder import open_embedder
+
+            embedder = open_embedder(offline.require_model(args.to))
+            own = args.thumbnails or (None if folder is None else folder / "thumbnails")
+            options = {"flip": args.flip, "thumbnails": own, "adapter": args.adapter}
+            done = offline.fill(store, name, embedder, **options)
+            return {"store": args.store, **done, **offline.tell_status(store, name)}
+        steps: dict[str, Any] = {
+            "report": lambda: offline.report(store, name, args.threshold, args.plot),
+            "cut-over": lambda: offline.cut_over(store, name, args.threshold, args.max_loss),
+            "roll-back": lambda: vars(moving.roll_back(store, name)),
+            "finish": lambda: offline.finish(store, name, folder),
+            "cancel": lambda: offline.cancel(store, name),
+            "status": lambda: {},
+        }
+        result = steps[args.step]()
+        told = {} if args.step in ("finish", "cancel", "report") else offline.tell_status(store, name)
+    return {"store": args.store, "collection": name, **result, **told}
 
 
 def _enrol(args: argparse.Namespace) -> dict[str, Any]:

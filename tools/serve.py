@@ -64,6 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
     model.add_argument("--model-precision", choices=PRECISIONS, default="auto", help=AUTO_PRECISION)
     add_provider_option(model)
+    text = "to which collections may be moved (docs/migration.md)"
+    model.add_argument("--next-model", metavar="FILE", help=text)
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     add_detector_option(model, "find faces in pictures without landmarks")
     text = "enrol no picture whose quality is lower: sharpness=N, norm=N, or a package's own (none)"
@@ -145,6 +147,8 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     add("--compact-within", type=float, default=COMPACT_WITHIN, metavar="S", help=text)
     text = "keep a small picture of each enrolled face, until it is deleted"
     add("--keep-thumbnails", action="store_true", help=text)
+    text = "keep each enrolled face's crop without loss, which another model can embed, until it is deleted"
+    add("--keep-pictures", action="store_true", help=text)
     add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
     add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
     add("--items", default="people", metavar="NAME", help="what is enrolled, such as products or mouse/mice (people)")
@@ -166,10 +170,9 @@ def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "S
     from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)
-    if args.keep_thumbnails and folder is None and args.thumbnails is None:
-        raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
-    if args.keep_thumbnails and args.encrypt is not None:
-        raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
+    if (args.keep_thumbnails or args.keep_pictures) and folder is None and args.thumbnails is None:
+        option = "--keep-thumbnails" if args.keep_thumbnails else "--keep-pictures"
+        raise UsageError(f"{option}: a store on a server has no folder for them; give --thumbnails DIR")
     if args.store_bytes is not None and folder is None:
         raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
     pixels = max(int(args.max_megapixels * 1e6), 1)
@@ -243,6 +246,12 @@ def _load(
         check_square(embedder.image_size, "--detector aligns faces, which")
         detector = open_detector(args.detector)
     _embed_blank(embedder)
+    next_embedder = None
+    if args.next_model is not None:
+        next_embedder = open_embedder(args.next_model, device=device, **options)
+        _embed_blank(next_embedder)
+        if contract_of(next_embedder, args.flip) == contract_of(embedder, args.flip):
+            raise UsageError("--next-model is the model of --model; name another, or leave it out")
     store = open_store(
         args.store,
         precision=args.precision,
@@ -251,7 +260,7 @@ def _load(
         key_file=args.encrypt,
     )
     try:
-        service = Service(embedder, store, settings, metrics, detector)
+        service = Service(embedder, store, settings, metrics, detector, next_embedder)
     except BaseException:
         store.close()
         raise

@@ -20,10 +20,10 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
     A row for which no set has a value is left out.
     """
-    return _aligned(results_rows(results))
+    return aligned(results_rows(results))
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Lines of columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -35,7 +35,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def groups_table(name: str, found: Mapping[str, Any]) -> str:
     """Format what :func:`plsc.evaluation.groups.group_rates` found of the set ``name``."""
-    return f"{groups_title(name, found)}\n{_aligned(groups_rows(found))}"
+    return f"{groups_title(name, found)}\n{aligned(groups_rows(found))}"
 
 
 def groups_title(name: str, found: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Exact receiver operating characteristic: one point per distinct score, so that ties are never split."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,25 +142,37 @@ def plot_data(roc: Roc) -> dict[str, Any]:
     return {"roc": sampled_curve(roc), "scores": histogram}
 
 
-def all_pairs_roc(embeddings: Float32, labels: Int64, others: Float32 | None = None) -> Roc:
+def all_pairs_roc(embeddings: Float32, labels: Int64, gallery: Float32 | None = None) -> Roc:
     """Compute the ROC of every pair of N images: ``embeddings`` (N, D) of unit rows, ``labels`` (N,).
 
-    With ``others`` (N, D), another model's of the same images, the later one of each pair is embedded by that model.
     Cosines are counted in bins of width 2^-21, so that memory does not grow with the number of pairs.
+
+    Args:
+        embeddings: of the images.
+        labels: of the same images.
+        gallery: other unit rows (N, D) of the same images, by which the later one of each pair is compared.
     """
     counts, half = np.zeros(2 * (_BINS + 1), dtype=np.int64), _BINS // 2
-    others = embeddings if others is None else others
-    for top in range(0, len(labels), _BLOCK):
-        rows, row_labels = embeddings[top : top + _BLOCK], labels[top : top + _BLOCK]
-        for left in range(top, len(labels), _BLOCK):
-            columns, column_labels = others[left : left + _BLOCK], labels[left : left + _BLOCK]
-            codes = np.rint(rows @ columns.T * np.float32(half)).astype(np.int64) + half
-            np.clip(codes, 0, _BINS, out=codes)
-            codes += (row_labels[:, None] != column_labels[None, :]) * (_BINS + 1)
-            once = codes[np.triu_indices(len(rows), k=1)] if left == top else codes.reshape(-1)
-            counts += np.bincount(once, minlength=counts.size)
+    for rows, columns, cosines in pair_blocks(embeddings, embeddings if gallery is None else gallery):
+        codes = np.rint(cosines * np.float32(half)).astype(np.int64) + half
+        np.clip(codes, 0, _BINS, out=codes)
+        codes += (labels[rows, None] != labels[None, columns]) * (_BINS + 1)
+        once = codes[np.triu_indices(len(codes), k=1)] if rows == columns else codes.reshape(-1)
+        counts += np.bincount(once, minlength=counts.size)
     scores = np.linspace(-1.0, 1.0, _BINS + 1)
     return roc_from_counts(scores, counts[: _BINS + 1], counts[_BINS + 1 :])
+
+
+def pair_blocks(embeddings: Float32, gallery: Float32) -> Iterator[tuple[slice, slice, Float32]]:
+    """Yield rows of ``embeddings``, rows of ``gallery`` and their cosines, until each pair of N rows has come once.
+
+    Where the two slices are the same, pairs of this block are above its diagonal alone.
+    """
+    for top in range(0, len(embeddings), _BLOCK):
+        rows = slice(top, min(top + _BLOCK, len(embeddings)))
+        for left in range(top, len(gallery), _BLOCK):
+            columns = slice(left, min(left + _BLOCK, len(gallery)))
+            yield rows, columns, embeddings[rows] @ gallery[columns].T
 
 
 def sample_identities(labels: Int64, seed: int, pairs: int = 10**8) -> Int64:
@@ -176,3 +188,12 @@ def sample_identities(labels: Int64, seed: int, pairs: int = 10**8) -> Int64:
     kept = np.zeros(len(names), dtype=bool)
     kept[order[np.cumsum(sizes[order]) <= max_images]] = True
     return np.flatnonzero(kept[inverse]).astype(np.int64)
+
+
+def places_in_identities(labels: Int64) -> Int64:
+    """Return how many images of the same identity come before each image (N,)."""
+    order = np.argsort(labels, kind="stable")
+    first = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0)[: len(order)])
+    places = np.empty(len(labels), dtype=np.int64)
+    places[order] = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    return places

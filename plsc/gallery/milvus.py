@@ -42,9 +42,10 @@ from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.milvus_client import MilvusServer, RegistryEntry
 from plsc.gallery.milvus_rows import MilvusRows
-from plsc.gallery.store import Change, Store
+from plsc.gallery.rows import Change
+from plsc.gallery.store import Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import is_collection_name, no_collection, now
+from plsc.gallery.validation import check_query, is_collection_name, no_collection, now
 from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
 from plsc.index.rows import unit_vectors
 
@@ -80,7 +81,7 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
 class MilvusStore(Store):
     """A :class:`plsc.gallery.store.Store` in Milvus; made by :func:`open_milvus`."""
 
-    lacks = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys"))
+    lacks = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "migrations"))
 
     def __init__(self, server: MilvusServer) -> None:
         self._server = server
@@ -120,7 +121,7 @@ class MilvusStore(Store):
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         with self._changing(collection) as rows:
-            return change.work(rows, change.check(rows.info))
+            return change.work(rows, change.check(rows.info, None))
 
     @contextmanager
     def _changing(self, name: str) -> Iterator[MilvusRows]:
@@ -134,9 +135,16 @@ class MilvusStore(Store):
         yield self._rows_of(collection)
 
     def _search(
-        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        k: int,
+        threshold: float,
+        filter: Filter | None,
+        contract_id: str | None,
     ) -> list[list[Match]]:
         rows = self._rows_of(collection)
+        check_query(rows.info, contract_id)
         return rows.search(unit_vectors(queries, rows.info.dim), k, threshold, filter)
 
     # --- maintenance ---

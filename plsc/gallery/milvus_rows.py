@@ -23,7 +23,7 @@ from plsc.gallery.milvus_client import (
     to_expression,
 )
 from plsc.gallery.person_search import Neighbours, group_by_person, num_candidates
-from plsc.gallery.store import Rows
+from plsc.gallery.rows import Rows
 from plsc.gallery.validation import LENGTH_TOLERANCE, ValidPerson, miscounted, number_persons, same_content
 from plsc.gallery.values import Float32, Match, Person
 
@@ -43,7 +43,7 @@ class MilvusRows(Rows):
     # --- persons and vectors ---
 
     def find_all(self, ids: Sequence[int]) -> list[Person]:
-        """See :class:`plsc.gallery.store.Rows`, as for all that follows."""
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
         parts = [ids[start : start + _PAGE_PERSONS] for start in range(0, len(ids), _PAGE_PERSONS)]
         return self._with_faces([row for part in parts for row in self._persons(f"id in {ids_expression(part)}")])
 
@@ -143,7 +143,7 @@ class MilvusRows(Rows):
         self._add([person_row(person) for person in made], faces)
         return made
 
-    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+    def insert_faces(self, owner: Person, vectors: Float32, second: Float32 | None) -> list[int]:
         """Insert faces of a person under the next ids, which are returned."""
         faces = list(range(self.entry.next_id, self.entry.next_id + len(vectors)))
         fits = encode_metadata(owner.metadata)

@@ -1,6 +1,7 @@
 """The pictures that a service keeps of a gallery's faces, as a data set to train on: a folder for each person.
 
 OUT/PERSON/FACE.jpg     the thumbnails as they are kept; PERSON and FACE are ids, which no change of a name touches
+OUT/PERSON/FACE.png     those that are kept without loss
 OUT/images.tsv          a line for each as plsc.data.convert writes it; its last column is person/PERSON/face/FACE
 OUT/persons.json        {"PERSON": name, or null}, where names are asked for
 
@@ -20,11 +21,10 @@ from plsc.data.recordio import write_key
 from plsc.errors import DataError
 from plsc.files import atomic_private_folder, new_folder, open_private, remove_leftovers, storage_errors, write_json
 from plsc.gallery.store import Store
-from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.gallery.thumbnails import ThumbnailStore, is_lossless
 from plsc.gallery.transfer import all_persons
 from plsc.gallery.values import Person
-from plsc.progress import Progress, warn
-from plsc.regular_files import read_bytes
+from plsc.progress import Progress
 
 NAMES = "persons.json"
 
@@ -105,33 +105,19 @@ def _pictures(
     store: Store, collection: str, folder: Path, written: _Written, progress: Progress
 ) -> Iterator[tuple[Person, dict[int, bytes]]]:
     """Yield everybody with the pictures that are kept, by face; count those that are not."""
-    thumbnails, below = ThumbnailStore(store, folder, keep=False), folder.resolve()
+    thumbnails = ThumbnailStore(store, folder, keep=False)
     for person in all_persons(store, collection):
-        files = thumbnails.files(collection, person)
-        found = {face: _read(path, below) for face, path in files.items()}
-        pictures = {face: data for face, data in found.items() if data is not None}
+        pictures = thumbnails.contents(collection, person)
         written.faces_without_picture += len(person.faces) - len(pictures)
         written.persons_without_picture += not pictures
         progress.advance(len(person.faces))
         yield person, pictures
 
 
-def _read(path: Path, below: Path) -> bytes | None:
-    """The bytes of a picture; None, with a warning, if it is none: a service was killed while it wrote it, say."""
-    try:
-        data = read_bytes(path, below=below)
-        image_pixels(data)
-    except DataError as error:
-        why = str(error).removeprefix(f"cannot read {path}: ")
-        warn("plsc.gallery", f"left out: {path}: {why}")
-        return None
-    return data
-
-
 def _write_person(folder: Path, lines: BinaryIO, person: Person, pictures: dict[int, bytes]) -> None:
     (folder / str(person.id)).mkdir(mode=0o700)
     for face, data in pictures.items():
-        name = f"{person.id}/{face}.jpg"
+        name = f"{person.id}/{face}.{'png' if is_lossless(data) else 'jpg'}"
         with os.fdopen(open_private(folder / name), "wb") as file:
             file.write(data)
         write_key(lines, name, str(person.id), f"person/{person.id}/face/{face}")
@@ -145,5 +131,5 @@ def _refuse_none(written: _Written, collection: str, thumbnails: Path, least: in
         raise DataError(f"nobody in {collection} has {least} pictures: give a lower --least")
     raise DataError(
         f"{thumbnails} has no picture of anybody in {collection}: they are kept of faces that are enrolled while "
-        "plsc serve runs with --keep-thumbnails"
+        "plsc serve runs with --keep-thumbnails or --keep-pictures"
     )

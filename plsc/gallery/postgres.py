@@ -22,9 +22,10 @@ from plsc.gallery import postgres_rows as rows
 from plsc.gallery.filters import Filter
 from plsc.gallery.person_search import group_by_person
 from plsc.gallery.postgres_rows import PostgresRows
-from plsc.gallery.store import Change, Store
+from plsc.gallery.rows import Change
+from plsc.gallery.store import Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import now
+from plsc.gallery.validation import check_query, now
 from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
 from plsc.index.rows import unit_vectors
 
@@ -114,7 +115,7 @@ class PostgresStore(Store):
     def _change(self, collection: str, change: Change[_T]) -> _T:
         with self._transaction() as connection:
             found = rows.find_collection(connection, collection, lock=True)
-            result = change.work(found, change.check(found.info))
+            result = change.work(found, change.check(found.info, found.migration))
             rows.insert_answer(connection, change.idempotent, result)
             return result
 
@@ -124,10 +125,17 @@ class PostgresStore(Store):
             yield rows.find_collection(connection, collection)
 
     def _search(
-        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        k: int,
+        threshold: float,
+        filter: Filter | None,
+        contract_id: str | None,
     ) -> list[list[Match]]:
         with self._transaction(read_only=True) as connection:
             found = rows.find_collection(connection, collection)
+            check_query(found.info, contract_id)
             hidden = found.expired_ids()
             return [
                 group_by_person(found.face_search(query, filter, hidden), k, threshold)

@@ -6,6 +6,7 @@ up to date.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,18 @@ from plsc.errors import ConflictError, IntegrityError
 from plsc.gallery import validation
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.person_search import Fetch, Neighbours
-from plsc.gallery.store import Rows
+from plsc.gallery.rows import Rows
+from plsc.gallery.second_space import exchanged
 from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
-from plsc.gallery.values import Collection, Float32, IdempotentRequest, Person, StoredAnswer
+from plsc.gallery.values import (
+    Collection,
+    Float32,
+    IdempotentRequest,
+    Migration,
+    Person,
+    SecondVector,
+    StoredAnswer,
+)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plsc_collections (
@@ -38,9 +48,17 @@ CREATE INDEX IF NOT EXISTS plsc_persons_by_expiry ON plsc_persons (collection, e
 CREATE TABLE IF NOT EXISTS plsc_idempotency (
     token text NOT NULL, key text NOT NULL, fingerprint bytea NOT NULL, status integer NOT NULL, body bytea NOT NULL,
     created text COLLATE "C" NOT NULL, PRIMARY KEY (token, key));
+ALTER TABLE plsc_faces ADD COLUMN IF NOT EXISTS is_estimated boolean NOT NULL DEFAULT false;
+CREATE TABLE IF NOT EXISTS plsc_migrations (
+    collection bigint PRIMARY KEY REFERENCES plsc_collections ON DELETE CASCADE, dim integer NOT NULL,
+    contract_id text NOT NULL, began text NOT NULL, is_cut_over boolean NOT NULL, details json NOT NULL);
+CREATE TABLE IF NOT EXISTS plsc_second_vectors (
+    collection bigint NOT NULL REFERENCES plsc_migrations ON DELETE CASCADE, face bigint NOT NULL,
+    embedding vector NOT NULL, is_estimated boolean NOT NULL, PRIMARY KEY (collection, face),
+    FOREIGN KEY (collection, face) REFERENCES plsc_faces (collection, id) ON DELETE CASCADE);
 CREATE INDEX IF NOT EXISTS plsc_idempotency_by_age ON plsc_idempotency (token, created);
 """
-TABLES = "plsc_collections, plsc_persons, plsc_faces, plsc_idempotency"
+TABLES = "plsc_collections, plsc_persons, plsc_faces, plsc_idempotency, plsc_migrations, plsc_second_vectors"
 _COLLECTION = "SELECT key, name, dim, contract_id, created, persons, faces FROM plsc_collections"
 _PERSON = """SELECT p.id, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires,
     ARRAY(SELECT f.id FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id)
@@ -75,7 +93,7 @@ class PostgresRows(Rows):
     # --- reads ---
 
     def find_all(self, ids: Sequence[int]) -> list[Person]:
-        """See :class:`plsc.gallery.store.Rows`, as for all that follows."""
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
         return self._select("p.id = ANY(%s::bigint[]) ORDER BY p.id", list(ids))
 
     def find_external(self, external_id: str) -> Person | None:
@@ -172,13 +190,18 @@ class PostgresRows(Rows):
             for person, valid in zip(made, persons, strict=True)
             for face, vector in zip(person.faces, valid.vectors, strict=True)
         )
+        for person, valid in zip(made, persons, strict=True):
+            if valid.second is not None:
+                self.put_second(person.id, person.faces, valid.second, is_estimated=False)
         return made
 
-    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+    def insert_faces(self, owner: Person, vectors: Float32, second: Float32 | None) -> list[int]:
         """Insert faces of a person under the next ids, which are returned."""
         first = self._take_ids(0, len(vectors))
         faces = list(range(first, first + len(vectors)))
         self._copy_faces((face, owner.id, vector) for face, vector in zip(faces, vectors, strict=True))
+        if second is not None:
+            self.put_second(owner.id, faces, second, is_estimated=False)
         return faces
 
     def update(self, former: Person, changed: Person) -> None:
@@ -200,6 +223,96 @@ class PostgresRows(Rows):
         self._connection.execute(text, [self.key, list(faces)])
         self._take_ids(0, -len(faces))
 
+    # --- the second space ---
+
+    @cached_property
+    def migration(self) -> Migration | None:
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
+        row = self._connection.execute(
+            "SELECT dim, contract_id, began, is_cut_over, details FROM plsc_migrations WHERE collection = %s",
+            [self.key],
+        ).fetchone()
+        return None if row is None else Migration(*row)
+
+    def begin_migration(self, migration: Migration) -> None:
+        """Give the faces room for vectors of another model."""
+        self._connection.execute(
+            "INSERT INTO plsc_migrations VALUES (%s, %s, %s, %s, %s, %s)", [self.key, *_migration_values(migration)]
+        )
+        self.migration = migration
+
+    def update_migration(self, migration: Migration) -> None:
+        """Store ``migration`` in place of the former one."""
+        self._connection.execute(
+            "UPDATE plsc_migrations SET dim = %s, contract_id = %s, began = %s, is_cut_over = %s, details = %s "
+            "WHERE collection = %s",
+            [*_migration_values(migration), self.key],
+        )
+        self.migration = migration
+
+    def end_migration(self) -> None:
+        """Delete the second space; its vectors go by ON DELETE CASCADE."""
+        self._connection.execute("DELETE FROM plsc_migrations WHERE collection = %s", [self.key])
+        self.migration = None
+
+    def put_second(self, person: int, faces: Sequence[int], vectors: Float32, *, is_estimated: bool) -> None:
+        """Store vectors (n, dim) of faces in the second space, in place of those that they have there."""
+        with self._connection.cursor() as cursor:
+            cursor.executemany(
+                "INSERT INTO plsc_second_vectors VALUES (%s, %s, %s, %s) ON CONFLICT (collection, face) "
+                "DO UPDATE SET embedding = excluded.embedding, is_estimated = excluded.is_estimated",
+                [(self.key, face, vector, is_estimated) for face, vector in zip(faces, vectors, strict=True)],
+            )
+
+    def second_vectors(self, persons: Sequence[Person]) -> dict[int, SecondVector]:
+        """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
+        rows = self._connection.execute(
+            "SELECT face, embedding::real[], is_estimated FROM plsc_second_vectors "
+            "WHERE collection = %s AND face = ANY(%s::bigint[])",
+            [self.key, [face for person in persons for face in person.faces]],
+            binary=True,
+        )
+        return {face: SecondVector(np.array(vector, dtype=np.float32), estimate) for face, vector, estimate in rows}
+
+    def count_second(self) -> tuple[int, int]:
+        """Return how many faces have no vector in the second space, and how many an estimate."""
+        lacking, estimated = self._connection.execute(
+            "SELECT count(*) - count(s.face), count(*) FILTER (WHERE s.is_estimated) FROM plsc_faces f "
+            "LEFT JOIN plsc_second_vectors s ON s.collection = f.collection AND s.face = f.id WHERE f.collection = %s",
+            [self.key],
+        ).fetchone()
+        return int(lacking), int(estimated)
+
+    def lacking(self, after: int, limit: int, *, estimated: bool) -> list[int]:
+        """Return up to ``limit`` persons above ``after`` with a face that has no vector in the second space."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT f.person FROM plsc_faces f LEFT JOIN plsc_second_vectors s "
+            "ON s.collection = f.collection AND s.face = f.id "
+            "WHERE f.collection = %s AND f.person > %s AND (s.face IS NULL OR (%s AND s.is_estimated)) "
+            "ORDER BY f.person LIMIT %s",
+            [self.key, after, estimated, limit],
+        )
+        return [row[0] for row in rows]
+
+    def exchange_spaces(self) -> None:
+        """Exchange the two vectors of every face, and the models of the collection and its migration."""
+        assert self.migration is not None, "it was checked"
+        self._connection.execute(
+            "WITH former AS (SELECT id, embedding, is_estimated FROM plsc_faces WHERE collection = %(key)s), "
+            "searched AS (UPDATE plsc_faces f SET embedding = s.embedding, is_estimated = s.is_estimated "
+            "FROM plsc_second_vectors s "
+            "WHERE f.collection = %(key)s AND s.collection = f.collection AND s.face = f.id) "
+            "UPDATE plsc_second_vectors s SET embedding = former.embedding, is_estimated = former.is_estimated "
+            "FROM former WHERE s.collection = %(key)s AND s.face = former.id",
+            {"key": self.key},
+        )
+        self.info, migration = exchanged(self.info, self.migration)
+        self._connection.execute(
+            "UPDATE plsc_collections SET dim = %s, contract_id = %s WHERE key = %s",
+            [self.info.dim, self.info.contract_id, self.key],
+        )
+        self.update_migration(migration)
+
     def _row(self, person: Person) -> dict[str, Any]:
         return {**vars(person), "key": self.key, "metadata": _metadata_json(person.metadata)}
 
@@ -217,11 +330,16 @@ class PostgresRows(Rows):
         """Insert rows (face, person, vector)."""
         with (
             self._connection.cursor() as cursor,
-            cursor.copy("COPY plsc_faces FROM STDIN (FORMAT BINARY)") as copy,
+            cursor.copy("COPY plsc_faces (collection, id, person, embedding) FROM STDIN (FORMAT BINARY)") as copy,
         ):
             copy.set_types(["int8", "int8", "int8", "vector"])
             for row in rows:
                 copy.write_row((self.key, *row))
+
+
+def _migration_values(migration: Migration) -> list[Any]:
+    details = json.dumps(dict(migration.details), allow_nan=False)
+    return [migration.dim, migration.contract_id, migration.began, migration.is_cut_over, details]
 
 
 # --- answers under idempotency keys ---

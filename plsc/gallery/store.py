@@ -8,19 +8,21 @@ backend, write a module with a subclass of each class and a function that opens 
 to :data:`plsc.gallery.backends.SERVERS`. The tests in tests/gallery run against every backend.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
+from plsc.gallery.rows import Change, Rows
+from plsc.gallery.second_space import SecondSpaces
 from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
     KEEP,
@@ -29,6 +31,7 @@ from plsc.gallery.values import (
     IdempotentRequest,
     Match,
     Metadata,
+    Migration,
     NewPerson,
     Person,
     PersonSummary,
@@ -36,182 +39,12 @@ from plsc.gallery.values import (
     StoredAnswer,
     Unchanged,
 )
-from plsc.index.rows import unit_vectors
 
-_PAGE_PERSONS = 500  # of a walk over everybody
+_NONE: Final[Mapping[str, npt.ArrayLike]] = MappingProxyType({})
 _T = TypeVar("_T")
 
 
-class Rows(ABC):
-    """A collection in one transaction of its store.
-
-    Attributes:
-        info: the collection.
-    """
-
-    info: Collection
-
-    # --- the primitives of a backend ---
-
-    @abstractmethod
-    def find_all(self, ids: Sequence[int]) -> list[Person]:
-        """Return those of ``ids`` that exist, by ascending id, also those whose time has come."""
-
-    @abstractmethod
-    def find_external(self, external_id: str) -> Person | None:
-        """Return the person with an external id, even if its time has come."""
-
-    @abstractmethod
-    def page(self, after: int, limit: int, filter: Filter | None) -> list[Person]:
-        """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
-
-    @abstractmethod
-    def expired(self, limit: int) -> list[Person]:
-        """Return up to ``limit`` persons whose time has come."""
-
-    @abstractmethod
-    def vectors_of(self, persons: Sequence[Person]) -> dict[int, Float32]:
-        """Return {person: vectors (n, dim) in the order of ``Person.faces``}."""
-
-    @abstractmethod
-    def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
-        """Insert persons with their faces under new ids."""
-
-    @abstractmethod
-    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
-        """Insert faces of a person; returns their ids."""
-
-    @abstractmethod
-    def update(self, former: Person, changed: Person) -> None:
-        """Store the name, metadata, external id, expiry and revision of ``changed`` in place of those of ``former``."""
-
-    @abstractmethod
-    def delete(self, person: Person) -> None:
-        """Delete a person with all faces."""
-
-    @abstractmethod
-    def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
-        """Delete faces of a person."""
-
-    # --- reads made of them ---
-
-    def require(self, person: Any) -> Person:
-        """Return a person; :class:`NotFoundError` if there is none, or the time of it has come."""
-        found = self.find_all([int(person)]) if is_id(person) else []
-        if not found or is_expired(found[0].expires):
-            raise NotFoundError(f"{self.info.name} has no person {ascii(person)[:80]}")
-        return found[0]
-
-    def expected(self, person: Any, precondition: Precondition | None) -> Person:
-        """Return a person who meets ``precondition``."""
-        found = self.require(person)
-        if precondition is not None:
-            precondition.check(found)
-        return found
-
-    def living(self, external_id: str) -> Person | None:
-        """Return the person with an external id whose time has not come."""
-        found = self.find_external(external_id)
-        return None if found is None or is_expired(found.expires) else found
-
-    def everyone(self) -> Iterator[tuple[Person, Float32]]:
-        """Yield every person with the vectors, by id."""
-        after = 0
-        while persons := self.page(after, _PAGE_PERSONS, None):
-            vectors = self.vectors_of(persons)
-            for person in persons:
-                yield person, vectors[person.id]
-            after = persons[-1].id
-
-    # --- changes made of them ---
-
-    def enrol(self, persons: Sequence[ValidPerson]) -> list[Person]:
-        """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
-
-        One who expired gives the external id up and stays, to be deleted by who deletes all the others who expired.
-        """
-        for external_id in (person.external_id for person in persons if person.external_id is not None):
-            former = self.find_external(external_id)
-            if former is None:
-                continue
-            if not is_expired(former.expires):
-                raise ConflictError(
-                    f"{self.info.name} has a person with the external id {external_id!a} already; "
-                    "put a person to replace it"
-                )
-            self.update(former, replace(former, external_id=None))
-        return self.insert(persons)
-
-    def put(self, person: ValidPerson, precondition: Precondition | None) -> tuple[Person, bool]:
-        """Insert ``person``, or replace the one with its external id; returns True beside one that is new."""
-        assert person.external_id is not None, "it was checked"
-        former = self.living(person.external_id)
-        if precondition is not None:
-            precondition.check(former)
-        if former is None:
-            return self.enrol([person])[0], True
-        self.delete_faces(former, former.faces)
-        faces = tuple(self.insert_faces(former, person.vectors))
-        changed = replace(former, name=person.name, metadata=person.metadata, expires=person.expires, faces=faces)
-        return self._save(former, changed), False
-
-    def add_faces(self, person: Any, vectors: Float32) -> list[int]:
-        """Add faces to a person."""
-        owner = self.require(person)
-        faces = self.insert_faces(owner, vectors)
-        if faces:
-            self._save(owner, owner)
-        return faces
-
-    def set_fields(self, person: Any, fields: dict[str, Any], precondition: Precondition | None) -> Person:
-        """Set ``fields`` of a person, which gets another revision if that changes anything."""
-        former = self.expected(person, precondition)
-        changed = replace(former, **fields)
-        return former if validation.same_content(changed, former) else self._save(former, changed)
-
-    def delete_face(self, person: Any, face: Any, precondition: Precondition | None) -> None:
-        """Delete a face of a person."""
-        owner = self.require(person)
-        if not is_id(face) or face not in owner.faces:
-            raise NotFoundError(f"person {person} of {self.info.name} has no face {ascii(face)[:80]}")
-        if precondition is not None:
-            precondition.check(owner)
-        self.delete_faces(owner, [int(face)])
-        self._save(owner, owner)
-
-    def delete_expired(self, persons: Sequence[int]) -> list[int]:
-        """Delete those of ``persons`` whose time has come; returns their ids."""
-        found = self.find_all([int(person) for person in persons if is_id(person)])
-        gone = [person for person in found if is_expired(person.expires)]
-        for person in gone:
-            self.delete(person)
-        return [person.id for person in gone]
-
-    def _save(self, former: Person, changed: Person) -> Person:
-        """Store a changed person under the next revision, if the store counts any."""
-        changed = replace(changed, revision=former.revision + 1 if former.revision else 0)
-        self.update(former, changed)
-        return changed
-
-
-@dataclass(frozen=True)
-class Change(Generic[_T]):
-    """What is to be done in a transaction of a collection.
-
-    Attributes:
-        work: ``work(rows, checked)`` does it.
-        check: ``check(info)`` checks first, if it can without a lock, what is to be written; returns ``checked``.
-        idempotent: its answer is stored with the change.
-        deleting: it may use the space that is kept back on a full disk.
-    """
-
-    work: Callable[[Rows, Any], _T]
-    check: Callable[[Collection], Any] = lambda info: None
-    idempotent: IdempotentRequest | None = None
-    deleting: bool = False
-
-
-class Store(ABC):
+class Store(SecondSpaces):
     """A durable gallery. Its methods may be called from several threads at once.
 
     Raises, from every method: :class:`NotFoundError` for an unknown collection, person or face;
@@ -227,10 +60,12 @@ class Store(ABC):
     Attributes:
         folder: where the store keeps its files; None: a server keeps them.
         lacks: what the backend has not, as :class:`UnsupportedError` names it.
+        seals: it encrypts its vectors, and :meth:`sealed` the files beside it.
     """
 
     folder: Path | None = None
     lacks: frozenset[str] = frozenset()
+    seals: bool = False
 
     # --- what a backend gives besides the methods that are abstract below ---
 
@@ -248,7 +83,13 @@ class Store(ABC):
 
     @abstractmethod
     def _search(
-        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        k: int,
+        threshold: float,
+        filter: Filter | None,
+        contract_id: str | None,
     ) -> list[list[Match]]:
         """Search with valid options for queries that were not checked."""
 
@@ -257,6 +98,16 @@ class Store(ABC):
         if given is not None and what in self.lacks:
             backend = type(self).__name__.removesuffix("Store")
             raise UnsupportedError(f"a store in {backend} has no {what}; leave them out, or use a folder or Postgres")
+
+    # --- files beside the store, each of a face ---
+
+    def sealed(self, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return contents of files of a person's faces, encrypted where vectors are, without those of deleted faces."""
+        return dict(contents)
+
+    def unsealed(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Return what was :meth:`sealed` for this face; None: it was not, or the person's key is erased."""
+        return content
 
     # --- collections ---
 
@@ -298,7 +149,10 @@ class Store(ABC):
         for person in persons:
             self._refuse("external ids", person.external_id)
             self._refuse("expiry dates", person.expires)
-        check = _comparable(contract_id, lambda dim: validation.check_persons(persons, dim))
+
+        def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
+            return validation.check_persons(persons, contract_id, info, migration)
+
         return self._change(collection, Change(Rows.enrol, check, idempotent))
 
     def put_person(
@@ -307,7 +161,10 @@ class Store(ABC):
         """Enrol ``person``, or replace all of the one with its external id; returns True beside a new one."""
         validation.check_external_id(person.external_id)
         self._refuse("external ids", person.external_id)
-        check = _comparable(contract_id, lambda dim: validation.check_persons([person], dim)[0])
+
+        def check(info: Collection, migration: Migration | None) -> ValidPerson:
+            return validation.check_persons([person], contract_id, info, migration)[0]
+
         return self._change(collection, Change(lambda rows, checked: rows.put(checked, precondition), check))
 
     def person(self, collection: str, person: int) -> Person:
@@ -371,13 +228,17 @@ class Store(ABC):
         vectors: npt.ArrayLike,
         contract_id: str,
         *,
+        others: Mapping[str, npt.ArrayLike] = _NONE,
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
-        """Add faces (n, dim) to a person; returns their ids."""
+        """Add faces (n, dim) to a person; returns their ids. ``others`` as in :class:`NewPerson`."""
         self._refuse("idempotency keys", idempotent)
-        check = _comparable(contract_id, lambda dim: unit_vectors(vectors, dim))
+
+        def check(info: Collection, migration: Migration | None) -> tuple[Float32, Float32 | None]:
+            return validation.check_vectors(vectors, contract_id, others, info, migration)
+
         return self._change(
-            collection, Change(lambda rows, checked: rows.add_faces(person, checked), check, idempotent)
+            collection, Change(lambda rows, checked: rows.add_faces(person, *checked), check, idempotent)
         )
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
@@ -401,15 +262,18 @@ class Store(ABC):
         k: int = 10,
         threshold: float = -1.0,
         filter: Filter | None = None,
+        contract_id: str | None = None,
     ) -> list[list[Match]]:
         """Find, for each of ``queries`` (Q, dim), the ``k`` most similar persons with a score >= ``threshold``.
 
         Matches are sorted best first. A person appears once, with the best face. ``filter`` is applied before
         ranking, so k persons are returned whenever k match it. Fewer than k qualifying persons are all returned.
+        With ``contract_id``, that of the model which made the queries, vectors of another one are not searched: a
+        :class:`ConflictError` says that the collection was moved to it meanwhile.
         """
         validation.check_search(k, threshold)
         _check_filter(filter)
-        return self._search(collection, queries, int(k), float(threshold), filter)
+        return self._search(collection, queries, int(k), float(threshold), filter, contract_id)
 
     def prepare_filter(self, collection: str, filter: Filter) -> Filter:
         """Look up who matches, where that takes long, for one search with the result soon after, on any thread.
@@ -490,16 +354,6 @@ class Store(ABC):
 def _check_filter(filter: Filter | None) -> None:
     if filter is not None and not isinstance(filter, Filter):
         raise UsageError(f"a filter is made by Filter.parse, and not a {type(filter).__name__}")
-
-
-def _comparable(contract_id: str, check: Callable[[int], _T]) -> Callable[[Collection], _T]:
-    """Return the check of a change whose vectors are of ``contract_id``, and valid if ``check(dim)`` says so."""
-
-    def checked(info: Collection) -> _T:
-        validation.check_contract(info, contract_id)
-        return check(info.dim)
-
-    return checked
 
 
 # --- the numbers that a store gives its changes, handed from the thread that commits one to whoever logs it ---

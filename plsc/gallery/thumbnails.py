@@ -1,34 +1,42 @@
-"""Thumbnails of enrolled crops, for people to verify a match by: files beside any store, which hold pictures of faces.
+"""Pictures of enrolled crops: files beside any store, for people to verify a match by, or to embed by another model.
 
 FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.jpg      one per face; NAME@CREATED is the collection, BUCKET is PERSON // 1000
+FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.png      the very pixels that were embedded, without loss
+FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.sealed   either, encrypted under the person's key where the store is encrypted
 
-A store's own files, snapshots, copies and exports never hold one, so a deleted face has a thumbnail nowhere: it is
-removed before the face is deleted, and a crash in between leaves a face without a thumbnail, never the reverse.
+A store's own files, snapshots, copies and exports never hold one, so a deleted face has a picture nowhere: it is
+removed before the face is deleted, and a crash in between leaves a face without a picture, never the reverse. A sealed
+one is no picture any more, wherever it was copied to, once the person's key is erased.
 """
 
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from plsc.data.codec import encode_image
-from plsc.errors import NotFoundError
+from plsc.data.codec import Encoding, encode_image, image_pixels
+from plsc.errors import DataError, NotFoundError, PlscError, first_line
 from plsc.files import make_private_folder, open_private, restrict, storage_errors, sync
 from plsc.gallery.store import Store
 from plsc.gallery.validation import check_external_id
 from plsc.gallery.values import IdempotentRequest, NewPerson, Person, Precondition
-from plsc.progress import note
+from plsc.progress import note, warn
+from plsc.regular_files import read_bytes
 
 _BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
 _EXPIRED_AT_ONCE = 100  # persons, so that changes do not wait long behind them
 _COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}@\d+")
-_NAME = re.compile(r"(\d+)-(\d+)\.jpg")
+_PNG_START, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+_SEALED, _PLAIN = ".sealed", (".jpg", ".png")
+_NAME = re.compile(r"(\d+)-(\d+)\.(?:jpg|png|sealed)")
 
 Crop = torch.Tensor | None
 
@@ -44,11 +52,17 @@ class ThumbnailStore:
         folder: where the thumbnails are; None: there are none.
         keep: write thumbnails of new faces and show them. Without it those that an earlier service wrote are still
             deleted with their faces.
+        lossless: write the very pixels of new faces, as PNG files; without ``keep`` they are not shown.
+
+    Attributes:
+        keeps: thumbnails are shown.
     """
 
-    def __init__(self, store: Store, folder: Path | None, *, keep: bool) -> None:
+    def __init__(self, store: Store, folder: Path | None, *, keep: bool, lossless: bool = False) -> None:
         self._store, self._folder = store, folder
         self.keeps = keep and folder is not None
+        self._writes = (keep or lossless) and folder is not None
+        self._encoding: Encoding = "png" if lossless else "jpeg"
         # A deletion must not come between an enrolment's commit and the writing of its thumbnails.
         self._lock: AbstractContextManager[object] = nullcontext() if folder is None else threading.Lock()
         if folder is not None and folder.is_dir():
@@ -109,11 +123,13 @@ class ThumbnailStore:
         contract_id: str,
         crops: Sequence[Crop],
         *,
+        others: Mapping[str, npt.ArrayLike] = MappingProxyType({}),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
         with self._lock:
-            faces = self._store.add_faces(collection, person, vectors, contract_id, idempotent=idempotent)
+            options: dict[str, Any] = {"others": others, "idempotent": idempotent}
+            faces = self._store.add_faces(collection, person, vectors, contract_id, **options)
             self._write(collection, person, faces, crops)
         return faces
 
@@ -161,27 +177,55 @@ class ThumbnailStore:
                 self._sweep(self._folder, collection)
 
     def read(self, collection: str, person: int, face: int) -> bytes:
-        """Return the thumbnail of a face, a JPEG file; :class:`NotFoundError` if there is no such face or file."""
+        """The thumbnail of a face, a JPEG or PNG file; :class:`NotFoundError` if there is no such face or file."""
         if self.keeps and face in self._store.person(collection, person).faces:
-            with suppress(FileNotFoundError):
-                return self._paths(collection, person, [face])[0].read_bytes()
+            for path in self._paths(collection, person, [face]):
+                with suppress(FileNotFoundError):
+                    content = self._opened(path, person, face, path.read_bytes())
+                    if content is not None:
+                        return content
         raise NotFoundError(f"there is no thumbnail of face {face} of person {person} in {collection}")
 
-    def files(self, collection: str, person: Person) -> dict[int, Path]:
-        """The files of a person's thumbnails by face, those of an earlier service too; some faces have none."""
-        paths = self._paths(collection, person.id, person.faces)
-        return {face: path for face, path in zip(person.faces, paths, strict=False) if path.is_file()}
+    def contents(self, collection: str, person: Person) -> dict[int, bytes]:
+        """A person's pictures by face, JPEG or PNG files, also those of an earlier service; some faces have none.
+
+        What is no whole picture is left out with a warning: a service was killed while it wrote it, or it was altered.
+        """
+        if self._folder is None:
+            return {}
+        found, below = dict[int, bytes](), self._folder.resolve()
+        for face in person.faces:
+            for path in filter(Path.is_file, self._paths(collection, person.id, [face])):
+                try:
+                    content = self._opened(path, person.id, face, read_bytes(path, below=below))
+                    if content is None:
+                        raise DataError("it cannot be decrypted")
+                    image_pixels(content)
+                    if is_lossless(content) and not content.endswith(_PNG_END):
+                        raise DataError("it is cut short")
+                    found.setdefault(face, content)
+                except DataError as error:
+                    why = str(error).removeprefix(f"cannot read {path}: ")
+                    warn("plsc.gallery", f"left out: {path}: {why}")
+        return found
+
+    def _opened(self, path: Path, person: int, face: int, content: bytes) -> bytes | None:
+        """What a file holds, decrypted if it is sealed; None where that is not possible."""
+        return self._store.unsealed(person, face, content) if path.suffix == _SEALED else content
 
     def _write(self, collection: str, person: int, faces: Sequence[int], crops: Sequence[Crop]) -> None:
-        if not self.keeps:
+        if not self._writes:
             return
+        pairs = zip(faces, crops, strict=True)
+        contents = {face: encode_image(crop, self._encoding) for face, crop in pairs if crop is not None}
+        suffix = _SEALED if self._store.seals else {"jpeg": ".jpg", "png": ".png"}[self._encoding]
         try:
-            for path, crop in zip(self._paths(collection, person, faces), crops, strict=True):
-                if crop is not None:
-                    make_private_folder(path.parent)
-                    _write_file(path, encode_image(crop))
-        except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
-            note(f"plsc gallery: a thumbnail was not kept: {error.strerror}")
+            for face, content in self._store.sealed(person, contents).items():
+                (path,) = self._paths(collection, person, [face], [suffix])
+                make_private_folder(path.parent)
+                _write_file(path, content)
+        except (OSError, PlscError) as error:  # the enrolment is committed: it has not failed, and is not said to have
+            note(f"plsc gallery: a thumbnail was not kept: {getattr(error, 'strerror', None) or first_line(error)}")
 
     def _remove(
         self, collection: str, person: int, precondition: Precondition | None, is_going: Callable[[int], bool]
@@ -214,17 +258,24 @@ class ThumbnailStore:
         except NotFoundError:
             return ()
 
-    def _paths(self, collection: str, person: int, faces: Sequence[int]) -> list[Path]:
-        """Where the thumbnails of faces are; none where there is no folder."""
+    def _paths(self, collection: str, person: int, faces: Sequence[int], suffixes: Sequence[str] = ()) -> list[Path]:
+        """Where the pictures of faces may be, by default any that the store can have; none where there is no folder."""
         if self._folder is None:
             return []
         bucket = self._collection_folder(self._folder, collection) / str(int(person) // _BUCKET_PERSONS)
-        return [bucket / f"{int(person)}-{int(face)}.jpg" for face in faces]
+        # Beside an encrypted store no other picture was ever written, and none is taken that somebody put there.
+        endings = suffixes or ((_SEALED,) if self._store.seals else _PLAIN)
+        return [bucket / f"{int(person)}-{int(face)}{ending}" for face in faces for ending in endings]
 
     def _collection_folder(self, root: Path, collection: str) -> Path:
         """The folder of a collection. Its name has the time of creation: a new collection of the name is another."""
         created = re.sub(r"\D", "", self._store.collection(collection).created)
         return root / f"{collection}@{created}"
+
+
+def is_lossless(content: bytes) -> bool:
+    """True if a kept picture has the very pixels that were embedded: it is a PNG file."""
+    return content.startswith(_PNG_START)
 
 
 def _remove(paths: Sequence[Path]) -> None:

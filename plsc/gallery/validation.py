@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
-from plsc.gallery.values import KEEP, Collection, Float32, NewPerson, Person
+from plsc.gallery.values import KEEP, Collection, Float32, Migration, NewPerson, Person
 from plsc.index.rows import unit_vectors
 
 LENGTH_TOLERANCE = 1e-3  # of a vector that a server gives back
@@ -31,13 +32,17 @@ _RFC_3339 = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+
 
 @dataclass(frozen=True)
 class ValidPerson:
-    """A person ready to be stored: ``vectors`` (n, dim) float32 of unit length, ``metadata`` a plain dict."""
+    """A person ready to be stored: ``vectors`` (n, dim) float32 of unit length, ``metadata`` a plain dict.
+
+    ``second`` are the vectors (n, other dim) of the same faces in the second space, None where it has none.
+    """
 
     vectors: Float32
     name: str | None
     metadata: dict[str, Any]
     external_id: str | None = None
     expires: str | None = None
+    second: Float32 | None = None
 
 
 class Kind(enum.IntEnum):
@@ -98,6 +103,12 @@ def check_contract(collection: Collection, contract_id: str) -> None:
             f"collection {collection.name} holds embeddings of the contract {collection.contract_id}, not of "
             f"{ascii(contract_id)[:80]}; vectors of two models cannot be compared: use one model, or another collection"
         )
+
+
+def check_query(collection: Collection, contract_id: str | None) -> None:
+    """Raise :class:`ConflictError` if queries are of a model, ``contract_id``, that is not the collection's."""
+    if contract_id is not None:
+        check_contract(collection, contract_id)
 
 
 def check_name(name: Any) -> str | None:
@@ -187,30 +198,66 @@ def _utc(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def check_persons(persons: Sequence[NewPerson], dim: int) -> list[ValidPerson]:
+def check_vectors(
+    vectors: npt.ArrayLike,
+    contract_id: str,
+    others: Mapping[str, npt.ArrayLike],
+    collection: Collection,
+    migration: Migration | None,
+) -> tuple[Float32, Float32 | None]:
+    """Return what a collection stores of vectors of the same faces by one or several models.
+
+    Args:
+        vectors, contract_id: of the first model.
+        others: vectors by other models, by contract id.
+        collection, migration: the models that are wanted.
+
+    Returns:
+        The searched vectors (n, dim) and those in the second space, (n, other dim) or None, of unit length.
+    """
+    given = {**others, contract_id: vectors}
+    check_contract(collection, collection.contract_id if collection.contract_id in given else contract_id)
+    own = unit_vectors(given[collection.contract_id], collection.dim)
+    if migration is None or migration.contract_id not in given:
+        return own, None
+    second = unit_vectors(given[migration.contract_id], migration.dim)
+    if len(second) != len(own):
+        raise UsageError(f"{len(own)} faces have {len(second)} vectors by the other model; give one for each")
+    return own, second
+
+
+def check_persons(
+    persons: Sequence[NewPerson], contract_id: str, collection: Collection, migration: Migration | None
+) -> list[ValidPerson]:
     """Return ``persons`` ready to be stored; :class:`UsageError` names the first invalid one by its index."""
+    if not persons:
+        check_contract(collection, contract_id)
     checked = []
     external_ids = set[str]()
     for index, person in enumerate(persons):
         try:
-            checked.append(_check_person(person, dim))
+            found = check_vectors(person.vectors, contract_id, person.others, collection, migration)
+            checked.append(_check_person(person, *found))
             external_id = checked[-1].external_id
             if external_id in external_ids:
                 raise UsageError(f"its external id {external_id!a} is given twice; it names one person")
             if external_id is not None:
                 external_ids.add(external_id)
+        except ConflictError:  # of the collection, and no single person
+            raise
         except UsageError as error:
             raise UsageError(f"person {index} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
     return checked
 
 
-def _check_person(person: NewPerson, dim: int) -> ValidPerson:
+def _check_person(person: NewPerson, vectors: Float32, second: Float32 | None) -> ValidPerson:
     return ValidPerson(
-        unit_vectors(person.vectors, dim),
+        vectors,
         check_name(person.name),
         check_metadata(person.metadata),
         None if person.external_id is None else check_external_id(person.external_id),
         check_expires(person.expires),
+        second,
     )
 
 

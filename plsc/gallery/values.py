@@ -36,6 +36,41 @@ class Collection:
     faces: int
 
 
+@dataclass(frozen=True)
+class Migration:
+    """A collection's move to another model: its faces have vectors in a second space, which no search reads.
+
+    Before the cut-over the second space is the new model's, after it the former one's, which is kept up to date so that
+    the collection can be rolled back to it.
+
+    Attributes:
+        dim, contract_id: of the second space.
+        began: ISO 8601, UTC.
+        is_cut_over: searches read the new model's space.
+        details: what the migration knows besides, as JSON.
+    """
+
+    dim: int
+    contract_id: str
+    began: str
+    is_cut_over: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SecondVector(NamedTuple):
+    """A face's vector (dim,) in the second space; ``is_estimated``: an adapter made it of the other one."""
+
+    vector: Float32
+    is_estimated: bool
+
+
+class FaceVectors(NamedTuple):
+    """A face's searched vector (dim,), and the one in the second space if it has any."""
+
+    searched: Float32
+    second: SecondVector | None
+
+
 def totals(collections: Sequence[Collection]) -> dict[str, int]:
     """Return how many collections these are, and how many persons and faces they have together."""
     return {
@@ -51,6 +86,8 @@ class NewPerson:
 
     Attributes:
         vectors: (n, dim), n >= 0, of any length but zero.
+        others: vectors of the same faces by other models, by contract id: those of a collection's second space are
+            stored with the person, the others are not.
         external_id: the caller's own id, 1 to 128 printable characters, unique within a collection.
         expires: an ISO 8601 date or date-time, from which on the person is not found and will be deleted.
     """
@@ -60,6 +97,7 @@ class NewPerson:
     metadata: Metadata = field(default_factory=dict)
     external_id: str | None = None
     expires: str | None = None
+    others: Mapping[str, npt.ArrayLike] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
 from plsc.serve.observability import Metrics
-from plsc.serve.routes import admin, gallery, kserve, model, page, persons, search
+from plsc.serve.routes import admin, gallery, kserve, migrations, model, page, persons, search
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
 from plsc.serve.tokens import TokenBook
 
 # Routes are tried in this order, by admission and by the router: the most frequent one stands first.
-ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, kserve.router)
+ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, migrations.router, kserve.router)
 _PARSED_BY_ENDPOINTS: tuple[type[BaseModel], ...] = (search.SearchBody, kserve.InferRequest)
 
 

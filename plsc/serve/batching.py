@@ -303,13 +303,14 @@ def _deliver(batch: list[_Task], results: list[Any], row_seconds: float) -> None
 
 
 class Search(NamedTuple):
-    """The search of one request: ``queries`` (Q, D) float32 and its options."""
+    """The search of one request: ``queries`` (Q, D) float32, of the model with ``contract_id``, and its options."""
 
     collection: str
     queries: Float32
     k: int
     threshold: float | None
     filter: Filter | None
+    contract_id: str | None = None
 
 
 class SearchMatches(NamedTuple):
@@ -342,7 +343,7 @@ class Searcher:
         for index, search in enumerate(searches):
             # By its text: filters on 1 and on true are equal to Python, and mean different things.
             matching = search.filter.key if isinstance(search.filter, PreparedFilter) else repr(search.filter)
-            groups[search.collection, search.k, search.threshold, matching].append(index)
+            groups[search.collection, search.contract_id, search.k, search.threshold, matching].append(index)
         results: list[Any] = [None] * len(searches)
         for indices in groups.values():
             found = self._search_group([searches[index] for index in indices])
@@ -379,8 +380,10 @@ class Searcher:
     def _search_group(self, searches: list[Search]) -> list[SearchMatches | Exception]:
         try:
             first, queries = searches[0], np.concatenate([search.queries for search in searches])
-            threshold = {} if first.threshold is None else {"threshold": first.threshold}
-            matches = self._store.search(first.collection, queries, k=first.k, filter=first.filter, **threshold)
+            options: dict[str, Any] = {"k": first.k, "filter": first.filter, "contract_id": first.contract_id}
+            if first.threshold is not None:
+                options["threshold"] = first.threshold
+            matches = self._store.search(first.collection, queries, **options)
         except PlscError as error:
             if len(searches) == 1:
                 return [error]

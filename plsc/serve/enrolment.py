@@ -24,7 +24,7 @@ from plsc.serve.batching import Search
 from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
 from plsc.serve.schemas import Input, PersonBody, PersonPut
-from plsc.serve.service import Embedded, Service
+from plsc.serve.service import Embedded, Service, Spaces
 
 OnKnown = Literal["enrol", "refuse", "add"]
 _CREATED, _ADDED_TO_KNOWN = 201, 200  # statuses
@@ -48,9 +48,18 @@ async def enrol(
     Raises:
         ApiError: 409 if anybody is known, and ``on_known`` is "refuse".
     """
-    new, crops, warnings = await embed_persons(service, collection, persons, several)
-    async with _turn(service, collection, on_known):
-        known = await _find_known(service, collection, new)
+    return await service.with_collection(
+        collection, lambda spaces: _enrol(service, spaces, persons, several, on_known, claim)
+    )
+
+
+async def _enrol(
+    service: Service, spaces: Spaces, persons: Sequence[PersonBody], several: bool, on_known: OnKnown, claim: Claim
+) -> Enrolled:
+    collection, contract_id = spaces.info.name, spaces.info.contract_id
+    new, crops, warnings = await embed_persons(service, spaces, persons, several)
+    async with _turn(service, spaces, on_known):
+        known = await _find_known(service, spaces, new)
         if on_known == "refuse":
             _refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
         # What is kept of the answer: nothing of what the request says of persons, who may be deleted, and no name.
@@ -58,12 +67,12 @@ async def enrol(
         options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
         if on_known == "add" and (who := known[0]) is not None:
             request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)
-            faces = (collection, who.id, new[0].vectors, service.contract_id, crops[0])
-            await service.add(service.thumbnails.add_faces, *faces, idempotent=request)
+            faces = (collection, who.id, new[0].vectors, contract_id, crops[0])
+            await service.add(service.thumbnails.add_faces, *faces, others=new[0].others, idempotent=request)
             person = await service.in_store(service.store.person, collection, who.id)
             return Enrolled([person], known, warnings, _ADDED_TO_KNOWN)
         request = claim.request(lambda added: [[(one.id, one.faces, one.created) for one in added], warnings, kept])
-        about = (collection, new, service.contract_id, crops)
+        about = (collection, new, contract_id, crops)
         added = await service.add(service.thumbnails.add_persons, *about, idempotent=request, **options)
         return Enrolled(added, known, warnings, _CREATED)
 
@@ -89,28 +98,35 @@ async def read_enrolment(
 
 
 async def embed_persons(
-    service: Service, collection: str, persons: Sequence[PersonPut], several: bool
+    service: Service, spaces: Spaces, persons: Sequence[PersonPut], several: bool
 ) -> tuple[list[NewPerson], list[list[torch.Tensor | None]], list[str]]:
     """The persons with the vectors of their inputs, all embedded together; their faces' crops; and warnings."""
     names = _group_names(len(persons), several)
     faces = [(name, person.faces) for name, person in zip(names, persons, strict=True)]
-    vectors, warnings, crops = await embed_groups(service, collection, faces)
+    vectors, warnings, crops, others = await embed_groups(service, spaces, faces)
     counts = [len(person.faces) for person in persons]
+    ends = np.cumsum(counts)
     new = [
-        NewPerson(part, person.name, person.metadata, getattr(person, "external_id", None), person.expires)
-        for part, person in zip(np.split(vectors, np.cumsum(counts)[:-1]), persons, strict=True)
+        NewPerson(
+            vectors[end - count : end],
+            person.name,
+            person.metadata,
+            getattr(person, "external_id", None),
+            person.expires,
+            {contract_id: rows[end - count : end] for contract_id, rows in others.items()},
+        )
+        for count, end, person in zip(counts, ends, persons, strict=True)
     ]
     rest = iter(crops)
     return new, [list(islice(rest, count)) for count in counts], warnings
 
 
-async def embed_groups(service: Service, collection: str, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
-    """Embed the inputs of named groups together, for a collection that has to be of the service's model."""
-    await service.require_collection(collection)
+async def embed_groups(service: Service, spaces: Spaces, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
+    """Embed the inputs of named groups together, by the models of a collection's spaces."""
     inputs = [item for _, faces in groups for item in faces]
     names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
     service.check_inputs(len(inputs))
-    embedded = await service.vectors(inputs, names, service.deadline(None))
+    embedded = await service.vectors(inputs, names, service.deadline(None), spaces.contracts)
     if service.settings.quality_gates:
         await asyncio.to_thread(_check_quality, service.settings.quality_gates, names, embedded)
     return embedded
@@ -131,22 +147,23 @@ def _group_names(count: int, several: bool) -> list[str]:
     return [f"persons[{index}].faces" if several else "faces" for index in range(count)]
 
 
-def _turn(service: Service, collection: str, on_known: OnKnown) -> AbstractAsyncContextManager[None]:
+def _turn(service: Service, spaces: Spaces, on_known: OnKnown) -> AbstractAsyncContextManager[None]:
     """Holds for one enrolment of ``collection`` at a time, from the check to what it decides; for "enrol" at once."""
-    if on_known == "enrol" or service.settings.threshold is None:
+    if on_known == "enrol" or service.settings_of(spaces).threshold is None:
         return nullcontext()
-    return service.enrolling.setdefault(collection, asyncio.Lock())
+    return service.enrolling.setdefault(spaces.info.name, asyncio.Lock())
 
 
-async def _find_known(service: Service, collection: str, new: Sequence[NewPerson]) -> list[KnownPerson | None]:
+async def _find_known(service: Service, spaces: Spaces, new: Sequence[NewPerson]) -> list[KnownPerson | None]:
     """The enrolled person most like any face of each new one, at or above the threshold; None without either."""
     groups = [np.asarray(person.vectors) for person in new]
-    threshold = service.settings.threshold
+    settings = service.settings_of(spaces)
+    threshold = settings.threshold
     if threshold is None or not sum(map(len, groups)):
         return [None] * len(groups)
-    search = Search(collection, np.concatenate(groups), 1, threshold, None)
+    search = Search(spaces.info.name, np.concatenate(groups), 1, threshold, None, spaces.info.contract_id)
     found = await service.search(search, service.deadline(None))
-    view = ScoreView.of(current_caller(), service.settings)
+    view = ScoreView.of(current_caller(), settings)
     known: list[KnownPerson | None] = []
     rest = iter(found.matches)
     for group in groups:

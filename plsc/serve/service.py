@@ -6,6 +6,7 @@ import contextvars
 import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,8 @@ from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store, take_changes
 from plsc.gallery.thumbnails import ThumbnailStore
-from plsc.gallery.values import Collection
+from plsc.gallery.values import Collection, Migration
+from plsc.models.preprocessing import Preprocessing
 from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
@@ -28,6 +30,7 @@ from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAn
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
+from plsc.serve.migrations import Migrations
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
@@ -48,12 +51,26 @@ _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
 class Embedded(NamedTuple):
     """Vectors (n, D) float32 of inputs, warnings about their images, and the crops that were embedded.
 
-    A crop is uint8 (3, S, S), None for an input that is a vector.
+    A crop is uint8 (3, S, S), None for an input that is a vector. ``others`` are vectors by further models, by contract
+    id, where all inputs are images.
     """
 
     vectors: Float32
     warnings: list[str]
     crops: list[torch.Tensor | None]
+    others: dict[str, Float32]
+
+
+class Spaces(NamedTuple):
+    """A collection, and its migration if it is being moved to another model."""
+
+    info: Collection
+    migration: Migration | None
+
+    @property
+    def contracts(self) -> list[str]:
+        """The contract ids of the searched space, and of the second one if there is any."""
+        return [self.info.contract_id, *([] if self.migration is None else [self.migration.contract_id])]
 
 
 class Service:
@@ -61,17 +78,30 @@ class Service:
 
     Args:
         detector: finds faces in images without landmarks; None takes such images as aligned.
+        next_embedder: the model to which collections may be moved.
     """
 
     def __init__(
-        self, embedder: Embedder, store: Store, settings: Settings, metrics: Metrics, detector: Any = None
+        self,
+        embedder: Embedder,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        detector: Any = None,
+        next_embedder: Embedder | None = None,
     ) -> None:
         self.embedder, self.store, self.settings, self.metrics = embedder, store, settings, metrics
         self.detector, self.quotas = detector, Quotas(store, settings.limits)
         self.contract_id = contract_of(embedder, settings.flip)
+        self.next_contract_id = None if next_embedder is None else contract_of(next_embedder, settings.flip)
+        self.embedders = {self.contract_id: embedder}  # by contract id
+        if next_embedder is not None and self.next_contract_id is not None:
+            self.embedders.setdefault(self.next_contract_id, next_embedder)
+        self.thresholds: dict[str, float] = {}  # that moves found, by contract id
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
-        self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
+        kept = {"keep": settings.keep_thumbnails, "lossless": settings.keep_pictures}
+        self.thumbnails = ThumbnailStore(store, settings.thumbnails, **kept)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
         if "write" in settings.audit_events and (last_change := store.last_change()) is not None:
@@ -80,6 +110,16 @@ class Service:
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
+        self.migrations: Migrations | None = None
+        if next_embedder is not None and self.next_contract_id is not None:
+            self.migrations = Migrations(
+                store,
+                self.thumbnails,
+                next_embedder,
+                self.next_contract_id,
+                flip=settings.flip,
+                stored=self._audit_filling,
+            )
         self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
         self._changers = Workers(range(CHANGE_THREADS), CHANGE_SHARE, "plsc-change")
         self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
@@ -121,13 +161,22 @@ class Service:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
         return await self.change(self.quotas.add, change, *args, **keywords)
 
-    async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Embedded:
+    async def vectors(
+        self, inputs: Sequence[Input], names: Sequence[str], deadline: float, contracts: Sequence[str] = ()
+    ) -> Embedded:
         """Vectors of inputs, images embedded.
+
+        Args:
+            inputs: images and vectors.
+            names: of the inputs in errors.
+            deadline: of ``time.monotonic()``.
+            contracts: of the model, and of further ones that embed images, too; without any, the service's own.
 
         Raises:
             ApiError: an input that cannot be used, by its name; 403 for vectors of a caller who may send none.
         """
-        dim = self.embedder.embedding_dim
+        model, *further = contracts or [self.contract_id]
+        dim = self.embedders[model].embedding_dim
         vectors = [
             None if item.image is not None else item.numbers(name, dim)
             for item, name in zip(inputs, names, strict=True)
@@ -137,21 +186,40 @@ class Service:
             current_caller().require("vectors")
         warnings: list[str] = []
         crops: list[torch.Tensor | None] = [None] * len(inputs)
+        others: dict[str, Float32] = {}
         if images:
-            decoded = await self._decode_all([inputs[index] for index in images], [names[i] for i in images], deadline)
-            embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline)
+            about = [inputs[index] for index in images], [names[index] for index in images], deadline
+            decoded = await self._decode_all(*about, model)
+            embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, model)
+            if len(images) == len(inputs):
+                others = {other: await self._embed_too(*about, decoded, model, other) for other in further}
             for index, vector, image in zip(images, embedded, decoded, strict=True):
                 check_direction(vector, names[index])
                 vectors[index], crops[index] = vector, image.pixels
             if self.settings.items == PEOPLE:  # only pictures of faces have to be aligned crops
                 warnings = [warning for image in decoded for warning in image.warnings]
-        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops)
+        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops, others)
 
-    async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
-        """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
+    async def _embed_too(
+        self,
+        inputs: Sequence[Input],
+        names: Sequence[str],
+        deadline: float,
+        decoded: Sequence[DecodedImage],
+        model: str,
+        other: str,
+    ) -> Float32:
+        """Vectors of images by the model ``other``, which were decoded for ``model``."""
+        if self.embedders[other].preprocessing != self.embedders[model].preprocessing:
+            decoded = await self._decode_all(inputs, names, deadline, other)
+        return await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, other)
+
+    async def embed_pixels(self, images: torch.Tensor, deadline: float, contract_id: str | None = None) -> Float32:
+        """Embed uint8 (n, 3, S, S), by the service's own model unless another is named; returns (n, D) float32."""
+        model = self.contract_id if contract_id is None else contract_id
         pieces = torch.split(images, PIECE_ROWS)  # between which others have their turn
         return np.concatenate(
-            await asyncio.gather(*[self._in_batch("embed", each, len(each), deadline) for each in pieces])
+            await asyncio.gather(*[self._in_batch("embed", (model, each), len(each), deadline) for each in pieces])
         )
 
     def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
@@ -180,15 +248,44 @@ class Service:
             is_gone = True
             raise
 
-    async def require_collection(self, name: str) -> Collection:
-        """A collection whose vectors are of this service's model; :class:`PlscError` if there is none."""
-        collection: Collection = await self._remember(name, self.store.collection, name)
-        if collection.contract_id != self.contract_id:
+    async def require_collection(self, name: str) -> Spaces:
+        """A collection whose vectors are of a model of this service; :class:`PlscError` if there is none."""
+        found: Spaces = await self._remember(name, self._spaces, name)
+        collection, migration = found
+        if collection.contract_id not in self.embedders:
             raise ConflictError(
                 f"collection {name} holds embeddings of the contract {collection.contract_id}, and this service's "
-                f"model makes {self.contract_id}; serve it with its own model, or use another collection"
+                f"model makes {self.contract_id}; serve it with its own model, move it to this one (--next-model), or "
+                "use another collection"
             )
-        return collection
+        if migration is not None and migration.contract_id not in self.embedders:
+            return Spaces(collection, None)  # who is enrolled has no second vector, and is missing
+        return found
+
+    def _spaces(self, name: str) -> Spaces:
+        return Spaces(self.store.collection(name), self.store.migration(name))
+
+    async def with_collection(self, name: str, work: Callable[[Spaces], Awaitable[Result]]) -> Result:
+        """Do what needs vectors for a collection; again from the start if it is moved to another model meanwhile."""
+        spaces = await self.require_collection(name)
+        try:
+            return await work(spaces)
+        except ConflictError:
+            self.forget(name)
+            now = await self.require_collection(name)
+            if now.info.contract_id == spaces.info.contract_id:
+                raise
+            return await work(now)
+
+    def settings_of(self, spaces: Spaces) -> Settings:
+        """The settings with the threshold of a collection's model, None where that is not known."""
+        contract_id, migration = spaces.info.contract_id, spaces.migration
+        if contract_id == self.contract_id:
+            return self.settings
+        threshold = self.thresholds.get(contract_id)  # of a move that is finished
+        if migration is not None:
+            threshold = migration.details.get("thresholds", {}).get(contract_id)
+        return replace(self.settings, threshold=threshold, false_match_rate=None)
 
     async def statistics(self, collection: str) -> Mapping[str, float]:
         """The store's statistics of a collection, at most a second old."""
@@ -231,6 +328,8 @@ class Service:
         self._changers.close()
         self._filterers.close()
         self.retention.close()
+        if self.migrations is not None:
+            self.migrations.close()
         self.store.close()
         self.audit.close()
 
@@ -248,6 +347,12 @@ class Service:
         if "write" in self.settings.audit_events:
             expired = {"operation": "delete_expired", "collection": collection, "ids": list(persons), "status": 204}
             self.audit.write("write", token=None, **expired, changes=changes)
+
+    def _audit_filling(self, collection: str) -> None:
+        changes = take_changes()
+        if changes and "write" in self.settings.audit_events:
+            filled = {"operation": "fill_migration", "collection": collection, "status": 200}
+            self.audit.write("write", token=None, **filled, changes=changes)
 
     def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()
@@ -268,10 +373,11 @@ class Service:
             del self._remembered[key]
 
     async def _decode_all(
-        self, inputs: Sequence[Input], names: Sequence[str], deadline: float
+        self, inputs: Sequence[Input], names: Sequence[str], deadline: float, model: str
     ) -> Sequence[DecodedImage]:
+        decode_one = partial(self._decode, preprocessing=self.embedders[model].preprocessing, deadline=deadline)
         works = [
-            partial(self._decode, data=item.picture(name), name=name, landmarks=item.landmarks, deadline=deadline)
+            partial(decode_one, data=item.picture(name), name=name, landmarks=item.landmarks)
             for item, name in zip(inputs, names, strict=True)
         ]
         decoding = self.decoders.submit(current_owner(), works)
@@ -282,11 +388,19 @@ class Service:
             for future in decoding:
                 future.cancel()  # those that wait or run, where one failed or the caller disconnected
 
-    def _decode(self, process: DecodeProcess, data: bytes, name: str, landmarks: Any, deadline: float) -> DecodedImage:
+    def _decode(
+        self,
+        process: DecodeProcess,
+        data: bytes,
+        name: str,
+        landmarks: Any,
+        preprocessing: Preprocessing,
+        deadline: float,
+    ) -> DecodedImage:
         begun = time.monotonic()
         if begun > deadline:
             raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
-        image = decode(process, data, name, self.embedder.preprocessing, landmarks, self.detector)
+        image = decode(process, data, name, preprocessing, landmarks, self.detector)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
 
@@ -310,11 +424,17 @@ class Service:
     async def _in_batch(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
         return await self.worker.submit(kind, payload, rows, deadline, current_owner().group)
 
-    def _embed_batch(self, batches: list[torch.Tensor]) -> list[Any]:
-        images = torch.cat(batches)
-        chunks = torch.split(images, self.settings.max_batch)
-        vectors = torch.cat([embed_images(self.embedder, chunk, self.settings.flip) for chunk in chunks])
-        return [rows.numpy() for rows in torch.split(vectors, [len(batch) for batch in batches])]
+    def _embed_batch(self, batches: list[tuple[str, torch.Tensor]]) -> list[Any]:
+        results: list[Any] = [None] * len(batches)
+        for model, embedder in self.embedders.items():
+            own = [index for index, (name, _) in enumerate(batches) if name == model]
+            if own:
+                images = [batches[index][1] for index in own]
+                chunks = torch.split(torch.cat(images), self.settings.max_batch)
+                vectors = torch.cat([embed_images(embedder, chunk, self.settings.flip) for chunk in chunks])
+                for index, rows in zip(own, torch.split(vectors, [len(each) for each in images]), strict=True):
+                    results[index] = rows.numpy()
+        return results
 
 
 class Lifecycle:

@@ -104,6 +104,7 @@ class Settings:
     """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder.
 
     ``thumbnails`` is the folder of thumbnails, which are deleted with their faces also by a service that keeps none;
+    ``keep_pictures`` keeps them without loss, and shows them with ``keep_thumbnails`` alone;
     ``score_step`` is what scores are multiples of for callers who may not send vectors, 0 leaves them exact.
     ``rate_limits`` are those of every caller, for kinds of which its token has none.
     ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
@@ -137,6 +138,7 @@ class Settings:
     quality_gates: Mapping[str, QualityGate] = field(default_factory=dict)
     thumbnails: Path | None = None
     keep_thumbnails: bool = False
+    keep_pictures: bool = False
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -91,6 +91,7 @@ SETTINGS = {
         },
     ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
+    "migration.md": Setting("model.onnx next.onnx people/ other/"),
     "serving.md": Setting(
         files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/ people/",
         replaced={

@@ -11,6 +11,7 @@ from plsc.evaluation.roc import (
     all_pairs_roc,
     area_under_curve,
     equal_error_rate,
+    places_in_identities,
     roc_from_counts,
     roc_from_scores,
     sample_identities,
@@ -186,3 +187,20 @@ def test_a_bound_keeps_whole_identities(pairs):
     assert len(kept) * (len(kept) - 1) // 2 <= pairs
     assert set(labels[kept].tolist()).isdisjoint(np.delete(labels, kept).tolist())
     assert (len(kept) == len(labels)) == (pairs >= len(labels) * (len(labels) - 1) // 2)
+
+
+def test_places_count_the_images_of_an_identity_before_each():
+    labels = np.array([7, -1, 7, 3, -1, 7])
+    assert places_in_identities(labels).tolist() == [0, 0, 1, 0, 1, 2]
+    assert places_in_identities(labels[:0]).tolist() == []
+
+
+def test_a_pairs_later_image_is_compared_by_the_gallerys_row():
+    probes, gallery = (
+        np.linalg.qr(np.random.default_rng(seed).standard_normal((6, 6)))[0].astype(np.float32) for seed in (0, 1)
+    )
+    roc = all_pairs_roc(probes, np.array([0, 0, 1, 1, 2, 2]), gallery)
+    same = sorted([float(probes[n] @ gallery[n + 1]) for n in (0, 2, 4)], reverse=True)
+    reached = roc.thresholds[np.flatnonzero(np.diff(roc.genuine, prepend=0))]
+    np.testing.assert_allclose(reached, same, atol=1e-6)
+    assert (roc.genuine_pairs, roc.impostor_pairs) == (3, 12)

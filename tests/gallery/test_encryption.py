@@ -329,9 +329,3 @@ def test_every_action_takes_the_key_file(
         ("check", "milvus:http://127.0.0.1:1", "--encrypt", key_file),
     ):
         assert re.fullmatch(r"2 plsc[^\n]*\n", run(*wrong)), wrong
-
-
-def test_thumbnails_are_refused_beside_encryption(key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["serve", "--model", "m.onnx", "--store", "s", "--encrypt", str(key_file), "--keep-thumbnails"]
-    assert main(words) == 2
-    assert "--keep-thumbnails: thumbnails are not encrypted" in capsys.readouterr().err

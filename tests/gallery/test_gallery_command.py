@@ -48,7 +48,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text()) == {
         "store": str(store),
-        "version": 2,
+        "version": 3,
         "collections": 1,
         "persons": 3,
         "faces": 5,
@@ -61,7 +61,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert gallery("snapshot", store, "--out", tmp_path / "copy") == 0
     assert gallery("check", tmp_path / "copy") == 0
-    assert "a sound snapshot; version 2; people: 3 persons, 5 faces" in capsys.readouterr().out
+    assert "a sound snapshot; version 3; people: 3 persons, 5 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
     assert (
         gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report, "--overwrite")

@@ -201,7 +201,7 @@ def test_more_rows_than_one_request_takes(uri: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("plsc.gallery.milvus_client.MAX_ROWS", 40)
     monkeypatch.setattr("plsc.gallery.milvus_rows.MAX_ROWS", 40)
     monkeypatch.setattr("plsc.gallery.milvus_rows._PAGE_PERSONS", 16)
-    monkeypatch.setattr("plsc.gallery.store._PAGE_PERSONS", 16)
+    monkeypatch.setattr("plsc.gallery.rows._PAGE_PERSONS", 16)
     store = filled(uri)
     crowd = np.array([1, 0, 0, 0]) + 0.01 * vectors(150, 1)
     new = [NewPerson(crowd), *(NewPerson(vectors(1, n), None, {"n": 77}) for n in range(120))]

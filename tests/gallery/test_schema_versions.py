@@ -1,7 +1,9 @@
-"""Stores and snapshots that version 1 wrote: they are migrated whole, or not at all.
+"""Stores and snapshots that former versions wrote: they are migrated whole, or not at all.
 
 fixtures/version_1.store.tar.gz and version_1.snapshot.tar.gz were written by the code of version 1: two collections, a
-compacted segment, persons and faces added and deleted after it.
+compacted segment, persons and faces added and deleted after it; version_2.store.tar.gz and
+version_2_encrypted.store.tar.gz by that of version 2: the same with a snapshot in them, one of whose three persons was
+deleted since, and a key file that holds 32 letters A.
 """
 
 import sqlite3
@@ -74,11 +76,34 @@ def test_a_former_snapshot_is_restored(tmp_path: Path, capsys: pytest.CaptureFix
     restore(snapshot, tmp_path / "new")
     assert version_of(tmp_path / "new") == 1
     assert main(["gallery", "check", str(tmp_path / "new")]) == 0
-    assert "version 2, migrated from 1, 2 collections, 5 persons" in capsys.readouterr().out
+    assert f"version {VERSION}, migrated from 1, 2 collections, 5 persons" in capsys.readouterr().out
     store = SqliteStore(tmp_path / "new")
     assert [person.name for person in store.persons("people")] == NAMES
     (new,) = store.add_persons("people", [NewPerson(np.eye(8)[:1])], "model-1")
     assert new.id > IDS_SKIPPED
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["version_2.store", "version_2_encrypted.store"])
+def test_stores_and_snapshots_of_version_2(name: str, tmp_path: Path) -> None:
+    folder, key_file = unpacked(name, tmp_path), None
+    if "encrypted" in name:
+        key_file = tmp_path / "gallery.key"
+        key_file.write_text("QUFB" * 10 + "QUE=\n")
+        key_file.chmod(0o600)
+    store = SqliteStore(folder, key_file=key_file)
+    assert (store.check()["version"], store.check()["migrated_from"]) == (VERSION, 2)
+    assert [person.external_id for person in store.persons("people")] == ["ada", "late"]
+    for person in store.persons("people"):
+        for face, vector in zip(person.faces, store.vectors("people", person.id), strict=True):
+            assert store.search("people", vector[None], k=1)[0][0][:2] == (person.id, face)
+    store.begin_migration("people", 4, "model-2")
+    store.close()
+    restore(folder / "snapshots" / "one", tmp_path / "new", key_file=key_file)
+    store = SqliteStore(tmp_path / "new", key_file=key_file)
+    others = [] if key_file else ["Grace 李"]  # whose key is gone
+    assert [person.name for person in store.persons("people")] == ["Ada", *others, "Late"]
+    assert store.check()["version"] == VERSION
     store.close()
 
 
@@ -99,8 +124,8 @@ def test_what_a_later_plsc_wrote_is_refused_with_a_line(former: Path) -> None:
     with pytest.raises(DataError, match=r"has the setting compression, which this plsc does not know: update plsc$"):
         SqliteStore(former)
     with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 3")
-    with pytest.raises(DataError, match=r"is a gallery of version 3; this plsc reads up to version 2: update it$"):
+        connection.execute("PRAGMA user_version = 4")
+    with pytest.raises(DataError, match=r"is a gallery of version 4; this plsc reads up to version 3: update it$"):
         SqliteStore(former)
 
 
@@ -129,7 +154,7 @@ for count in range(99):
     shutil.copytree(sys.argv[1], copy)
     child = os.fork()
     if not child:
-        database.migrate = lambda connection: migrate(Killed(connection, count))
+        database.migrate = lambda connection, version: migrate(Killed(connection, count), version)
         database.Database(copy / "gallery.sqlite")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
@@ -151,7 +176,7 @@ def test_a_kill_leaves_one_version_or_the_other(former: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     versions = done.stdout.split()
     assert len(versions) > 8
-    assert versions == ["1"] * (len(versions) - 1) + ["2"]
+    assert versions == ["1"] * (len(versions) - 1) + [str(VERSION)]
     store = SqliteStore(tmp_path / "copies" / "3")
     assert [person.name for person in store.persons("people")] == NAMES
     assert store.check()["version"] == VERSION

@@ -112,6 +112,20 @@ USING = (
         ),
     ),
     Defect(
+        "a sealed picture decrypts as another face's",
+        "plsc/gallery/sqlite/encryption.py",
+        'struct.pack("<qq", person, face) + b"file"',
+        'b"file"',
+        ("tests/gallery/test_kept_pictures.py",),
+    ),
+    Defect(
+        "a migrated gallery's threshold is that of the laxer rows",
+        "plsc/gallery/migration/judgement.py",
+        "threshold=max(spaces[name].at_count(allowed)[0] for name in later),",
+        "threshold=min(spaces[name].at_count(allowed)[0] for name in later),",
+        ("tests/gallery/test_migration_judgement.py",),
+    ),
+    Defect(
         "erased keys are not synced to disk",
         "plsc/gallery/sqlite/encryption.py",
         "                self.table.sync()\n",

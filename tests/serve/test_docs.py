@@ -1,4 +1,4 @@
-"""docs/serving.md shows every request of the service, which tests/docs runs; nginx is as docs/deployment.md has it."""
+"""docs/serving.md and docs/migration.md show every request, which tests/docs runs; docs/deployment.md has nginx."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 from plsc.serve.tokens import add_token
 
-SERVING, DEPLOYMENT = ROOT / "docs" / "serving.md", ROOT / "docs" / "deployment.md"
+SERVING, MIGRATION, DEPLOYMENT = (ROOT / "docs" / f"{name}.md" for name in ("serving", "migration", "deployment"))
 
 
 def blocks(page: Path, language: str) -> str:
@@ -25,7 +25,7 @@ def blocks(page: Path, language: str) -> str:
 
 
 def test_every_operation_is_shown(tmp_path):
-    script = blocks(SERVING, "sh")
+    script = blocks(SERVING, "sh") + blocks(MIGRATION, "sh") + MIGRATION.read_text()
     with live_service(tmp_path) as live:
         operations = live.ask("GET", "/openapi.json").json()["paths"]
     for path, methods in operations.items():

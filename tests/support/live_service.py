@@ -29,6 +29,7 @@ from plsc.serve.tokens import add_token
 
 SIZE, DIM = 16, 8
 CONTRACT = "linear-model"
+NEXT_DIM, NEXT_CONTRACT = 12, "next-model"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -46,6 +47,20 @@ class Linear:
     def run(self, images_u8: torch.Tensor) -> torch.Tensor:
         """(B, 3, S, S) uint8 -> (B, D)."""
         return images_u8.flatten(1).float() @ self.weight / 255
+
+
+class NextLinear(Linear):
+    """Another linear map, wider."""
+
+    embedding_dim, contract_id = NEXT_DIM, NEXT_CONTRACT
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(3 * SIZE * SIZE, NEXT_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def next_linear_embedder() -> Embedder:
+    """A model that collections can be moved to."""
+    return Embedder(NextLinear(), "models/next.safetensors")
 
 
 def linear_embedder(source: str = "models/linear.safetensors") -> Embedder:
@@ -92,13 +107,14 @@ def live_service(
     detector: Any = None,
     source: str = "models/linear.safetensors",
     embedder: Embedder | None = None,
+    next_embedder: Embedder | None = None,
     callers: Mapping[str, Mapping[str, Any]] | None = None,
     **changes: Any,
 ) -> Iterator[Live]:
     """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
 
-    The model is ``embedder``, or the linear one. With ``callers``, what each token may do by its name, the client has
-    the token of the first one, unless :meth:`Live.ask` names another.
+    The model is ``embedder``, or the linear one; collections may be moved to ``next_embedder``. With ``callers``, what
+    each token may do by its name, the client has the token of the first one, unless :meth:`Live.ask` names another.
     """
     folder.mkdir(parents=True, exist_ok=True)
     secrets: dict[str, str] = {}
@@ -112,7 +128,7 @@ def live_service(
 
     def load(metrics: Metrics) -> Service:
         model = embedder or linear_embedder(source)
-        return Service(model, open_store(folder / "store"), settings, metrics, detector)
+        return Service(model, open_store(folder / "store"), settings, metrics, detector, next_embedder)
 
     def serve() -> None:
         try:

@@ -85,12 +85,12 @@ def records(path: Path) -> None:
     plsc("data", "convert", f"avatars:{PERSONS}x{PICTURES}", str(path), "--size", str(SIDE))
 
 
-def model(path: Path) -> None:
+def model(path: Path, embedding_dim: int = 16) -> None:
     """Write an untrained backbone: .safetensors, or a bare state_dict under any other suffix."""
     from plsc.models import create, save_model
 
     torch.manual_seed(0)
-    backbone = create("resnet8", embedding_dim=16, image_size=SIDE)
+    backbone = create("resnet8", embedding_dim=embedding_dim, image_size=SIDE)
     if path.suffix == ".safetensors":
         save_model(backbone, path)
     else:
@@ -98,9 +98,9 @@ def model(path: Path) -> None:
 
 
 def onnx_model(path: Path) -> None:
-    """Write an untrained backbone as ONNX."""
+    """Write an untrained backbone as ONNX; next.onnx is another one than all others."""
     source = path.with_name("exported.safetensors")
-    model(source)
+    model(source, embedding_dim=24 if path.name == "next.onnx" else 16)
     plsc("export", str(source), "--format", "onnx", "--out", str(path))
     source.unlink()
 
@@ -180,6 +180,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "people/": lambda path: crops(path, first=6000, persons=30),  # half of them judge int8
     "photos/": photos,
     "gallery/": gallery,
+    "other/": gallery,
     ".rec": records,
     ".csv": landmarks,
     ".bin": pairs,

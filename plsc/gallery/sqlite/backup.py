@@ -30,15 +30,14 @@ from plsc.files import (
 from plsc.gallery.sqlite import KEYS, SQLITE, records
 from plsc.gallery.sqlite.compaction import erase, orphaned_collections, tombstones
 from plsc.gallery.sqlite.database import Database, check_schema, corrupt_row, translate_errors
-from plsc.gallery.sqlite.encryption import decrypted_vectors, living_keys
+from plsc.gallery.sqlite.encryption import SEARCHED, decrypted_vectors, living_keys
 from plsc.gallery.sqlite.keys import KeyTable, read_key_file
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.sqlite.schema import read_settings
+from plsc.gallery.sqlite.schema import VERSION, migrate, read_settings
 from plsc.gallery.sqlite.unfinished import clear_deletion_time, mark_written_anew
 from plsc.gallery.validation import check_new, now
 
 FORMAT = "plsc gallery snapshot"
-VERSION = 2  # that of the SQLite file in it
 _OLDEST_VERSION = 1  # a restored store is migrated when it is opened
 # Ids of a restored store begin this much higher, so that none is given again that was given after the snapshot.
 IDS_SKIPPED = 1_000_000_000
@@ -113,6 +112,8 @@ def restore(
     with keys_open, storage_errors(target), atomic_private_folder(target) as tmp_path:
         shutil.copyfile(source / SQLITE, tmp_path / SQLITE)
         verify_files(tmp_path, manifest["files"])  # the copy, too: it is what will be used
+        if table is not None:
+            _migrate_copy(tmp_path / SQLITE)
         with _opened(tmp_path / SQLITE) as db:
             left_out = {} if table is None else {"left_out": _leave_out(db, table)}
             _skip_ids(db)
@@ -120,6 +121,13 @@ def restore(
         if table is not None:
             _finish_copy(tmp_path / SQLITE, table, tmp_path / KEYS)
     return {**result, "collections": manifest["collections"] if collections is None else collections, **left_out}
+
+
+def _migrate_copy(path: Path) -> None:
+    with translate_errors(path), closing(sqlite3.connect(path, isolation_level=None)) as db:
+        version = check_schema(db, path)
+        if version != VERSION:
+            migrate(db, version)
 
 
 @contextmanager
@@ -180,7 +188,8 @@ def reading_snapshot(snapshot: Path) -> Iterator[sqlite3.Connection]:
         translate_errors(path),
         closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as db,
     ):
-        check_schema(db, path)
+        if check_schema(db, path) < 3:
+            db.execute("CREATE TEMP VIEW collections AS SELECT *, 0 AS space FROM main.collections")
         yield db
 
 
@@ -221,12 +230,10 @@ def open_keys(snapshot: Path, key_file: Path | None, keys: Path | None) -> KeyTa
 def find_readable(db: sqlite3.Connection, table: KeyTable) -> ReadablePersons:
     """Try to decrypt every vector; raises :class:`IntegrityError` for one that is damaged."""
     readable, everyone, count = set[tuple[int, int]](), set[tuple[int, int]](), 0
-    cursor = db.execute(
-        "SELECT f.collection, f.person, f.id, v.vector FROM faces f JOIN vectors v ON v.face = f.id ORDER BY f.id"
-    )
+    cursor = db.execute(f"SELECT f.collection, f.person, f.id, v.face, v.vector FROM {SEARCHED} ORDER BY f.id")
     while rows := cursor.fetchmany(_FETCH_ROWS):
-        texts = decrypted_vectors(table, [row[2] for row in rows], [row[3] for row in rows])
-        for (number, person, face, _), (_, text) in zip(rows, texts, strict=True):
+        texts = decrypted_vectors(table, [row[3] for row in rows], [row[4] for row in rows])
+        for (number, person, face, _, _), (_, text) in zip(rows, texts, strict=True):
             if not (isinstance(number, int) and isinstance(person, int)):
                 raise corrupt_row(db, f"face {face} is not what was written")
             everyone.add((number, person))

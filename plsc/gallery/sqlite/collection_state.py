@@ -16,7 +16,7 @@ import numpy as np
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.sqlite.segments import SealedSegment, max_count
 from plsc.gallery.validation import is_expired
-from plsc.gallery.values import Collection, Float32, Match, PersonSummary
+from plsc.gallery.values import Collection, Float32, Match, Migration, PersonSummary
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, Mask, RowSource, rank
 
@@ -253,18 +253,26 @@ class CollectionState:
 
     Attributes:
         number, info: the collection; the counts in ``info`` are those at opening.
+        space: of the searched vectors (plsc.gallery.sqlite.schema).
+        migration: of the collection, None: it has no second space; its details are those at opening.
         segment: number of the current sealed segment.
-        deleted: True once the collection was deleted; a thread may still hold this object then.
+        deleted: True once the collection was deleted, or its spaces were exchanged; a thread may still hold this object
+            then.
         deleted_at: ``time.monotonic()`` of the first deletion whose vectors may still be in a file, if there is one.
         ann_considered: the sealed segment that approximate search was last considered for.
         next_expiry: no person expires before this time; None: none expires. Set before the view shows the person.
     """
 
     def __init__(
-        self, stored: StoredCollection, sealed: SealedSegment | None, newer: Sequence[Faces], deleted: Sequence[int]
+        self,
+        stored: StoredCollection,
+        sealed: SealedSegment | None,
+        newer: Sequence[Faces],
+        deleted: Sequence[int],
+        migration: Migration | None = None,
     ) -> None:
         """Begin with ``sealed``, ``newer`` faces that it does not hold, and ``deleted`` ones that it still does."""
-        self.number = stored.number
+        self.number, self.space, self.migration = stored.number, stored.space, migration
         self.info: Collection = stored.info
         self.segment = stored.segment
         self.persons = PersonCache()
@@ -296,6 +304,11 @@ class CollectionState:
         for faces in added:
             self._growing.append(faces)
         self.view = replace(view, growing=self._growing.rows, masks={})
+
+    @property
+    def second_contract_id(self) -> str | None:
+        """The contract id of the second space; None: there is none."""
+        return None if self.migration is None else self.migration.contract_id
 
     @property
     def has_expired(self) -> bool:

@@ -23,17 +23,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from plsc.errors import IntegrityError
+from plsc.errors import IntegrityError, NotFoundError
 from plsc.files import storage_errors
+from plsc.gallery.second_space import exchanged
 from plsc.gallery.sqlite import SQLITE, records, unfinished
 from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
 from plsc.gallery.sqlite.database import ERASED, Database
-from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.records import StoredCollection, StoredMigration
 from plsc.gallery.sqlite.rewriting import rewrite
+from plsc.gallery.sqlite.schema import SPACE
 from plsc.gallery.sqlite.segments import (
     SealedSegment,
     open_segment,
@@ -93,9 +96,13 @@ class Compactor:
     def _open_collection(self, stored: StoredCollection) -> CollectionState:
         stored, sealed = self._open_or_rebuild(stored)
         with self._database.snapshot() as db:
-            newer = list(records.read_faces(db, stored.number, stored.watermark, stored.info.dim))
-            deleted, since = tombstones(db, stored.number), unfinished.deletions_since(db)
-        state = CollectionState(stored, sealed, newer, deleted)
+            newer = list(records.read_faces(db, stored, stored.watermark))
+            deleted, since = deleted_faces(db, stored.number, stored.space), unfinished.deletions_since(db)
+            migration = records.find_migration(db, stored.number)
+            is_left = bool(tombstones(db, stored.number))
+        state = CollectionState(stored, sealed, newer, deleted, None if migration is None else migration.info)
+        if is_left and state.deleted_at is None:  # in a second space
+            state.deleted_at = time.monotonic()
         if state.deleted_at is not None and since is not None:
             state.deleted_at -= unfinished.seconds_since(since)
         return state
@@ -111,12 +118,12 @@ class Compactor:
                     return stored, sealed
             except IntegrityError as error:
                 note(f"plsc gallery: {error}; rebuilding it from {SQLITE}")
-        rebuilt = self._build_segment(stored.number)
+        rebuilt = self.build_segment(stored.number)
         assert rebuilt is not None, "nobody else has the store"
         if not self._in_memory:
             with self._write_lock, self._database.writing() as db:
                 records.set_segment(db, rebuilt.stored)
-            self._remove_other_segments(stored.number, rebuilt.stored.segment)
+            self.remove_other_segments(stored.number, rebuilt.stored.segment)
         return rebuilt.stored, rebuilt.sealed
 
     # --- rebuilding ---
@@ -127,23 +134,30 @@ class Compactor:
             return
         if not state.is_compacted:
             with storage_errors(self._collections):
-                rebuilt = self._rebuild_in_memory(state) if self._in_memory else self._build_segment(state.number)
+                rebuilt = self._rebuild_in_memory(state) if self._in_memory else self.build_segment(state.number)
                 if rebuilt is not None and self._swap_segment(state, rebuilt):
-                    self._remove_other_segments(state.number, rebuilt.stored.segment)
-        self._erase(state.number, state.deleted_in_segment)
+                    self.remove_other_segments(state.number, rebuilt.stored.segment)
+        self._erase(state.number, lambda: [face + state.space for face in state.deleted_in_segment()])
 
-    def _build_segment(self, number: int) -> Rebuilt | None:
-        """Publish a segment of collection ``number`` as of this moment; None if the collection was deleted."""
+    def build_segment(self, number: int, *, second: bool = False) -> Rebuilt | None:
+        """Publish a segment of collection ``number`` as of this moment; None if the collection was deleted.
+
+        Args:
+            number: of the collection.
+            second: of its second space, as it will be once that is the searched one.
+        """
         with self._database.snapshot() as db:
             former = records.find_collection(db, number)
             if former is None:
                 return None
-            deleted = set(tombstones(db, number))
+            if second:
+                former = in_second_space(former, records.find_migration(db, number))
+            deleted = set(deleted_faces(db, number, former.space))
             # Ids only grow, so every face that this snapshot does not see will have an id above the watermark.
             count, watermark = records.count_faces(db, number), records.last_id(db, "faces")
-            stored, sealed = StoredCollection(number, former.info, 0, "", watermark), None
+            stored, sealed = replace(former, segment=0, digest="", watermark=watermark), None
             # Closed also where the disk is full: the error's traceback would keep the reading, and its moment, alive.
-            with closing(records.read_faces(db, number, 0, former.info.dim)) as batches:
+            with closing(records.read_faces(db, former, 0)) as batches:
                 if count and self._in_memory:
                     sealed = segment_in_memory(count, former.info.dim, batches, self._precision)
                 elif count:
@@ -157,10 +171,11 @@ class Compactor:
         with self._write_lock:
             view = state.view
             with self._database.reading() as db:
-                deleted, watermark = set(tombstones(db, state.number)), records.last_id(db, "faces")
+                deleted = set(deleted_faces(db, state.number, state.space))
+                watermark = records.last_id(db, "faces")
         count, dim = view.remaining_count, state.info.dim
         sealed = segment_in_memory(count, dim, view.remaining(), self._precision) if count else None
-        return Rebuilt(StoredCollection(state.number, state.info, 0, "", watermark), sealed, deleted)
+        return Rebuilt(StoredCollection(state.number, state.info, 0, "", watermark, state.space), sealed, deleted)
 
     def _swap_segment(self, state: CollectionState, rebuilt: Rebuilt) -> bool:
         """Make the segment the current one, in SQLite and then in memory; False if the collection was deleted."""
@@ -169,11 +184,26 @@ class Compactor:
                 return False
             with self._database.writing() as db:
                 records.set_segment(db, rebuilt.stored)
-                deleted = [face for face in tombstones(db, state.number) if face not in rebuilt.tombstones]
+                now = deleted_faces(db, state.number, state.space)
+                deleted = [face for face in now if face not in rebuilt.tombstones]
             state.swap_segment(rebuilt.stored, rebuilt.sealed, deleted)
         return True
 
-    def _remove_other_segments(self, number: int, current: int) -> None:
+    def exchange_spaces(self, state: CollectionState, rebuilt: Rebuilt, db: sqlite3.Connection) -> CollectionState:
+        """Store that searches read what ``rebuilt`` is of, in the transaction of ``db``; returns the state of that.
+
+        Called under the write lock.
+        """
+        former, migration = records.find_collection(db, state.number), records.find_migration(db, state.number)
+        assert former is not None, "it was checked under the write lock"
+        assert migration is not None, "it was checked under the write lock"
+        info, second = exchanged(former.info, migration.info)
+        stored = replace(rebuilt.stored, info=info)
+        records.exchange_spaces(db, stored, replace(migration, info=second, space=former.space))
+        newer = list(records.read_faces(db, stored, stored.watermark))
+        return CollectionState(stored, rebuilt.sealed, newer, deleted_faces(db, stored.number, stored.space), second)
+
+    def remove_other_segments(self, number: int, current: int) -> None:
         """Remove every segment of a collection but ``current`` (0: all, and their folder).
 
         A search that still reads a removed segment keeps its memory map, and so the file's contents, until it ends.
@@ -193,7 +223,7 @@ class Compactor:
         with self._database.reading() as db:
             numbers = orphaned_collections(db)
         for number in numbers:
-            self._remove_other_segments(number, 0)
+            self.remove_other_segments(number, 0)
             self._erase(number, list)
         return bool(numbers)
 
@@ -251,9 +281,21 @@ class Compactor:
 
 
 def tombstones(db: sqlite3.Connection, number: int) -> list[int]:
-    """Return the deleted faces of a collection whose vectors may still be in a file, ascending."""
+    """Return the keys of a collection's deleted vectors that may still be in a file, ascending."""
     rows = db.execute("SELECT face FROM forgotten WHERE collection = ? ORDER BY face", (number,))
     return [row[0] for row in rows]
+
+
+def deleted_faces(db: sqlite3.Connection, number: int, space: int) -> list[int]:
+    """Return the faces whose vectors in a space are deleted and may still be in a file, ascending."""
+    return [key - space for key in tombstones(db, number) if space <= key < space + SPACE]
+
+
+def in_second_space(stored: StoredCollection, migration: StoredMigration | None) -> StoredCollection:
+    """Return a collection as it will be once its second space is the searched one."""
+    if migration is None:
+        raise NotFoundError(f"{stored.info.name} is not being moved to another model; begin a migration")
+    return replace(stored, info=exchanged(stored.info, migration.info)[0], space=migration.space)
 
 
 def orphaned_collections(db: sqlite3.Connection) -> list[int]:
@@ -264,12 +306,12 @@ def orphaned_collections(db: sqlite3.Connection) -> list[int]:
     return [row[0] for row in rows]
 
 
-def erase(db: sqlite3.Connection, faces: Sequence[int]) -> None:
-    """Overwrite the vectors of deleted ``faces`` with zeros and delete their tombstones.
+def erase(db: sqlite3.Connection, keys: Sequence[int]) -> None:
+    """Overwrite deleted vectors with zeros and delete their tombstones.
 
     The new record is as long as the old one, so SQLite writes it over the same bytes of the page.
     """
-    rows = [(face,) for face in faces]
+    rows = [(key,) for key in keys]
     db.executemany(
         f"UPDATE vectors SET checksum = x'{ERASED.hex()}', vector = zeroblob(length(vector)) WHERE face = ?", rows
     )

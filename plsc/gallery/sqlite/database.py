@@ -66,6 +66,14 @@ class VectorCodec:
         """Return the vectors (n, dim); a row of zeros is one whose key was erased while the caller was reading."""
         return np.frombuffer(b"".join(stored), dtype="<f4").astype(np.float32, copy=False).reshape(-1, dim)
 
+    def seal(self, db: sqlite3.Connection, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """See :meth:`plsc.gallery.store.Store.sealed`; called without the write lock."""
+        return dict(contents)
+
+    def unseal(self, person: int, face: int, content: bytes) -> bytes | None:
+        """See :meth:`plsc.gallery.store.Store.unsealed`; called without the write lock."""
+        return content
+
     def recover(self, db: sqlite3.Connection) -> None:
         """Finish what a crash interrupted; called once, after the store was read."""
 
@@ -392,7 +400,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, settings: Mapping[str, 
     if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise StorageError(f"{path}: this file system does not support a write-ahead log; use a local disk")
     if version != VERSION:
-        migrate(connection)
+        migrate(connection, version)
     return None if version == VERSION else version
 
 
@@ -403,8 +411,8 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
     return application, version
 
 
-def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Verify that the file at ``path`` has the tables of a gallery, and nothing else.
+def check_schema(connection: sqlite3.Connection, path: Path) -> int:
+    """Verify that the file at ``path`` has the tables of a gallery, and nothing else; returns its version.
 
     Raises:
         DataError: it is another program's or a later version's.
@@ -417,6 +425,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         raise DataError(f"{path} is a gallery of version {version}; this plsc reads up to version {VERSION}: update it")
     if sorted(statements(connection)) != sorted(SCHEMAS[version]):
         raise corrupt(path, "its schema is not what was written")
+    return version
 
 
 def _check_settings(stored: Mapping[str, str], expected: Mapping[str, str], path: Path) -> None:

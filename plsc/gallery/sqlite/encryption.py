@@ -2,7 +2,8 @@
 
 A stored vector is the number of its person's key in plsc.gallery.sqlite.keys (8 bytes, little-endian), a nonce (12) and
 the float32 numbers, encrypted by AES-256-GCM under that key, with the store's and the face's id as associated data. A
-person gets a key with the first face. When the last face goes, deleted, replaced or with its person, the key goes too:
+file of a face beside the store, such as its picture, is encrypted alike, with the person's id as well. A person gets a
+key with the first face. When the last face goes, deleted, replaced or with its person, the key goes too:
 
 1. The deletion is committed in SQLite. A crash from here on leaves tombstones, and the next opening goes on with 2.
 2. The key is overwritten, and the file of keys synced before the deletion is answered: a power failure behind the
@@ -11,11 +12,12 @@ person gets a key with the first face. When the last face goes, deleted, replace
    while a key waits to be overwritten, and this one not before the sync, so 3 never overtakes 2.
 """
 
+import os
 import sqlite3
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,8 @@ import numpy as np
 from plsc.errors import IntegrityError, StorageError
 from plsc.gallery.sqlite.database import ERASED, VectorCodec, corrupt_row
 from plsc.gallery.sqlite.keys import NONCE_BYTES, TAG_BYTES, KeyTable, cipher, decrypted, random_parts
-from plsc.gallery.sqlite.records import vector_checksum
+from plsc.gallery.sqlite.records import is_vector
+from plsc.gallery.sqlite.schema import SPACE
 from plsc.gallery.values import Float32
 from plsc.index.rows import Int64
 
@@ -35,13 +38,17 @@ SLOT = struct.Struct("<Q")
 OVERHEAD = SLOT.size + NONCE_BYTES + TAG_BYTES
 
 
+# Every face f with its searched vector v; one in a second space has the same key.
+SEARCHED = (
+    "faces f LEFT JOIN collections c ON c.number = f.collection JOIN vectors v ON v.face = f.id + coalesce(c.space, 0)"
+)
 _SLOT_OF_VECTOR = f"substr(v.vector, 1, {SLOT.size})"
 
 
 class EncryptedVectors(VectorCodec):
     """The codec of an encrypted store, which owns ``table``.
 
-    All but :meth:`decode` and :meth:`sync_erased` is called under the write lock.
+    All but :meth:`decode`, :meth:`seal`, :meth:`unseal` and :meth:`sync_erased` is called under the write lock.
     """
 
     overhead = OVERHEAD
@@ -103,8 +110,7 @@ class EncryptedVectors(VectorCodec):
     def _keys_of(self, db: sqlite3.Connection, persons: Int64) -> dict[int, tuple[int, "AESGCM"]]:
         """Return the keys of ``persons``, new ones for those who have none."""
         found = db.execute(
-            f"SELECT f.person, min({_SLOT_OF_VECTOR}) FROM faces f JOIN vectors v ON v.face = f.id "
-            "WHERE f.person BETWEEN ? AND ? GROUP BY f.person",
+            f"SELECT f.person, min({_SLOT_OF_VECTOR}) FROM {SEARCHED} WHERE f.person BETWEEN ? AND ? GROUP BY f.person",
             (int(persons.min()), int(persons.max())),
         ).fetchall()
         keys = {}
@@ -132,6 +138,29 @@ class EncryptedVectors(VectorCodec):
             texts.append(bytes(4 * dim) if text is None else text)
         return np.frombuffer(b"".join(texts), dtype="<f4").astype(np.float32, copy=False).reshape(-1, dim)
 
+    # --- files beside the store ---
+
+    def seal(self, db: sqlite3.Connection, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Encrypt files of faces as their vectors are, under the same keys."""
+        sealed = {}
+        for face, content in contents.items():
+            found = db.execute(f"SELECT {_SLOT_OF_VECTOR} FROM {SEARCHED} WHERE f.id = ?", (face,)).fetchone()
+            key = None if found is None else self.table.key(SLOT.unpack(found[0])[0])
+            if key is not None:  # else somebody deleted the face meanwhile
+                nonce = os.urandom(NONCE_BYTES)
+                sealed[face] = found[0] + nonce + cipher(key).encrypt(nonce, content, self._of_file(person, face))
+        return sealed
+
+    def unseal(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Decrypt the file of a face."""
+        slot = SLOT.unpack_from(content)[0] if len(content) >= OVERHEAD else len(self.table)
+        key = self.table.key(slot) if slot < len(self.table) else None
+        return None if key is None else decrypted(cipher(key), content[SLOT.size :], self._of_file(person, face))
+
+    def _of_file(self, person: int, face: int) -> bytes:
+        """What is authenticated beside a file, and never beside a vector."""
+        return self.table.store_id + struct.pack("<qq", person, face) + b"file"
+
     # --- transactions ---
 
     def leave(self, person: int, stored: bytes) -> None:
@@ -146,7 +175,7 @@ class EncryptedVectors(VectorCodec):
     def prepare_commit(self, db: sqlite3.Connection) -> None:
         """Find out whose keys go: those that no face has."""
         for slot, person in self._leaving.items():
-            text = f"SELECT 1 FROM faces f JOIN vectors v ON v.face = f.id WHERE f.person = ? AND {_SLOT_OF_VECTOR} = ?"
+            text = f"SELECT 1 FROM {SEARCHED} WHERE f.person = ? AND {_SLOT_OF_VECTOR} = ?"
             if db.execute(text, (person, SLOT.pack(slot))).fetchone() is None:
                 self._gone.append(slot)
 
@@ -213,7 +242,7 @@ class EncryptedVectors(VectorCodec):
 
 
 def associated_data(store_id: bytes, face: int) -> bytes:
-    """What is authenticated beside a vector: it decrypts in its store and as its face alone."""
+    """What is authenticated beside a vector with the key ``face``: it decrypts in its store, face and space alone."""
     return store_id + struct.pack("<q", face)
 
 
@@ -244,7 +273,7 @@ def decrypted_vectors(
 
 def keys_of_faces(db: sqlite3.Connection) -> tuple[Int64, Int64]:
     """Return all faces and the numbers of their keys; raises :class:`IntegrityError` where a vector has none."""
-    rows = db.execute(f"SELECT f.id, {_SLOT_OF_VECTOR} FROM faces f JOIN vectors v ON v.face = f.id").fetchall()
+    rows = db.execute(f"SELECT f.id, {_SLOT_OF_VECTOR} FROM {SEARCHED}").fetchall()
     for face, number in rows:
         if not isinstance(number, bytes) or len(number) != SLOT.size or number[-1]:  # a number of 56 bits, and far less
             raise _not_encrypted(face)
@@ -264,8 +293,8 @@ def unerased_keys(db: sqlite3.Connection, table: KeyTable) -> list[int]:
         f"WHERE v.checksum != x'{ERASED.hex()}'"
     ).fetchall()
     for face, checksum, vector in rows:
-        if not isinstance(vector, bytes) or len(vector) < OVERHEAD or checksum != vector_checksum(face, vector):
-            raise corrupt_row(db, f"the vector of face {face} is not what was written")
+        if not isinstance(vector, bytes) or len(vector) < OVERHEAD or not is_vector(face, checksum, vector):
+            raise corrupt_row(db, f"the vector of face {face % SPACE} is not what was written")
     slots = {SLOT.unpack_from(vector)[0] for _, _, vector in rows}
     if not slots:
         return []
@@ -275,7 +304,7 @@ def unerased_keys(db: sqlite3.Connection, table: KeyTable) -> list[int]:
 
 
 def _not_encrypted(face: int) -> IntegrityError:
-    return IntegrityError(f"the vector of face {face} is not what was encrypted; restore a snapshot")
+    return IntegrityError(f"the vector of face {face % SPACE} is not what was encrypted; restore a snapshot")
 
 
 def _older(db: sqlite3.Connection, slot: int) -> IntegrityError:

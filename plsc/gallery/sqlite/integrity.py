@@ -16,13 +16,13 @@ import numpy.typing as npt
 from plsc.errors import DataError, IntegrityError
 from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
 from plsc.gallery.sqlite.backup import read_snapshot, reading_snapshot, store_id_of
-from plsc.gallery.sqlite.compaction import tombstones
+from plsc.gallery.sqlite.compaction import deleted_faces
 from plsc.gallery.sqlite.database import Database, corrupt, corrupt_row
 from plsc.gallery.sqlite.encryption import EncryptedVectors, keys_of_faces
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.records import StoredCollection
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.sqlite.schema import VERSION
+from plsc.gallery.sqlite.schema import SPACE, VERSION
 from plsc.gallery.sqlite.segments import segment_folder, verify_segment
 from plsc.index.rows import Int64, Mask
 
@@ -93,7 +93,7 @@ def _check_collection(db: sqlite3.Connection, collections: Path, stored: StoredC
             attributes += len(person.metadata)
             if rows.count_attributes(person) != len(person.metadata):
                 raise corrupt_row(db, f"filters do not see the metadata of person {person.id} as they are")
-    batches = list(records.read_faces(db, number, 0, info.dim))
+    batches = list(records.read_faces(db, stored, 0))
     faces = np.concatenate([np.empty(0, dtype=np.int64), *(batch.ids for batch in batches)])
     owners = np.concatenate([np.empty(0, dtype=np.int64), *(batch.persons for batch in batches)])
     counted = db.execute("SELECT count(*) FROM attributes WHERE collection = ?", (number,)).fetchone()[0]
@@ -101,7 +101,23 @@ def _check_collection(db: sqlite3.Connection, collections: Path, stored: StoredC
         raise corrupt_row(db, f"the counts of collection {info.name} are not those of its rows")
     if stored.segment:
         _check_segment(db, collections, stored, faces, owners)
+    _check_second_space(db, stored)
     return faces
+
+
+def _check_second_space(db: sqlite3.Connection, stored: StoredCollection) -> None:
+    """Verify the vectors that the collection's faces have in its second space."""
+    migration = records.find_migration(db, stored.number)
+    if migration is None:
+        return
+    cursor = db.execute(
+        "SELECT v.face, v.checksum, v.vector FROM faces f JOIN vectors v ON v.face = f.id + ? WHERE f.collection = ?",
+        (migration.space, stored.number),
+    )
+    while rows := cursor.fetchmany(_PAGE_PERSONS):
+        records.decode_vectors(db, rows, migration.info.dim)
+    if records.count_second(db, migration) != records.read_second_counts(db, stored.number):
+        raise corrupt_row(db, f"the counts of the migration of {stored.info.name} are not those of its rows")
 
 
 def _check_segment(
@@ -114,16 +130,18 @@ def _check_segment(
     covered = faces[: np.searchsorted(faces, stored.watermark, side="right")]
     if not np.array_equal(ids[known], covered) or not np.array_equal(persons[known], owners[: len(covered)]):
         raise IntegrityError(f"{folder} does not hold the faces that {SQLITE} holds; remove it, it is rebuilt")
-    if not np.isin(ids[~known], tombstones(db, stored.number)).all():
+    if not np.isin(ids[~known], deleted_faces(db, stored.number, stored.space)).all():
         raise IntegrityError(f"{folder} holds faces that were deleted; compact the store")
 
 
 def _check_vectors(db: sqlite3.Connection) -> None:
     """Verify that every vector belongs to a face, has a tombstone, or is erased."""
     stray = db.execute(
-        "SELECT face FROM vectors WHERE face NOT IN (SELECT id FROM faces) "
-        "AND face NOT IN (SELECT face FROM forgotten) "
-        "AND (checksum != x'0000000000' OR vector != zeroblob(length(vector))) LIMIT 1"
+        f"SELECT v.face % {SPACE} FROM vectors v LEFT JOIN faces f ON f.id = v.face % {SPACE} "
+        "LEFT JOIN collections c ON c.number = f.collection LEFT JOIN migrations m ON m.collection = f.collection "
+        f"WHERE coalesce(v.face - v.face % {SPACE} NOT IN (c.space, coalesce(m.space, c.space)), 1) "
+        "AND v.face NOT IN (SELECT face FROM forgotten) "
+        "AND (v.checksum != x'0000000000' OR v.vector != zeroblob(length(v.vector))) LIMIT 1"
     ).fetchone()
     if stray is not None:
         raise corrupt_row(db, f"it holds a vector of face {stray[0]}, which was deleted")

@@ -17,13 +17,16 @@ import numpy as np
 
 from plsc.errors import ConflictError
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
-from plsc.gallery.validation import now
-from plsc.gallery.values import Collection, Float32, IdempotentRequest, StoredAnswer
+from plsc.gallery.sqlite.schema import SPACE
+from plsc.gallery.validation import MAX_ID, now
+from plsc.gallery.values import Collection, Float32, IdempotentRequest, Migration, StoredAnswer
 from plsc.index.rows import Int64, Mask
 
 CHANGES = "changes"  # its last number is that of the last change
+MEASURED, ESTIMATED = b"\1", b"\2"  # first bytes of the checksums of a face's own vector, and of one by an adapter
 _FETCH_ROWS = 2048  # vectors per read
-_COLLECTION = "number, checksum, base, seal, covered, name, dim, contract_id, created, persons, faces"
+SPACES = "spaces"  # the last number that a space had, so that none is used again
+_COLLECTION = "number, checksum, space, base, seal, covered, name, dim, contract_id, created, persons, faces"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class StoredCollection:
         segment: number of the current sealed segment; 0: none.
         digest: of that segment's manifest, so that no other segment can be taken for it.
         watermark: the segment accounts for all faces with ids up to this one.
+        space: what is added to the ids of faces to give the keys of their vectors.
     """
 
     number: int
@@ -41,6 +45,20 @@ class StoredCollection:
     segment: int
     digest: str
     watermark: int
+    space: int = 0
+
+
+@dataclass(frozen=True)
+class StoredMigration:
+    """A row of ``migrations``: the vectors of a collection's faces that no search reads.
+
+    Attributes:
+        space: what is added to the ids of faces to give the keys of these vectors.
+    """
+
+    number: int
+    info: Migration
+    space: int
 
 
 @dataclass(frozen=True)
@@ -100,30 +118,114 @@ def set_segment(db: sqlite3.Connection, stored: StoredCollection) -> None:
 
 
 def _read_collection(db: sqlite3.Connection, row: tuple[Any, ...]) -> StoredCollection:
-    number, checksum, segment, digest, watermark, *rest = row
+    number, checksum, space, segment, digest, watermark, *rest = row
     info = Collection(*rest)
     # A damaged record header changes types, also of what the checksum leaves out because it changes often.
     typed = isinstance(digest, str) and all(isinstance(n, int) for n in (segment, watermark, info.persons, info.faces))
-    values = (number, info.name, info.dim, info.contract_id, info.created)
+    values = _collection_values(number, info, space)
     require_intact(db, checksum if typed else None, row_checksum, values, f"collection {number}")
-    return StoredCollection(number, info, segment, digest, watermark)
+    return StoredCollection(number, info, segment, digest, watermark, space)
+
+
+def _collection_values(number: int, info: Collection, space: int) -> tuple[Any, ...]:
+    """Return what a collection's checksum is of; space 0 is left out, so that former versions' rows keep theirs."""
+    values = (number, info.name, info.dim, info.contract_id, info.created)
+    return (*values, space) if space != 0 else values
+
+
+# --- migrations ---
+
+
+def find_migration(db: sqlite3.Connection, number: int) -> StoredMigration | None:
+    """Return the migration of the collection with a number."""
+    text = (
+        "SELECT checksum, collection, space, dim, contract_id, began, is_cut_over, details FROM migrations "
+        "WHERE collection = ?"
+    )
+    row = db.execute(text, (number,)).fetchone()
+    if row is None:
+        return None
+    checksum, *values = row
+    require_intact(db, checksum, row_checksum, values, f"the migration of collection {number}")
+    _, space, dim, contract_id, began, is_cut_over, details = values
+    return StoredMigration(number, Migration(dim, contract_id, began, bool(is_cut_over), json.loads(details)), space)
+
+
+def put_migration(db: sqlite3.Connection, migration: StoredMigration) -> None:
+    """Insert or replace the migration of a collection."""
+    info = migration.info
+    details = json.dumps(dict(info.details), allow_nan=False)
+    about = (info.dim, info.contract_id, info.began, int(info.is_cut_over), details)
+    values = (migration.number, migration.space, *about)
+    db.execute(
+        "INSERT INTO migrations (collection, space, dim, contract_id, began, is_cut_over, details, checksum) "
+        "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) ON CONFLICT (collection) DO UPDATE SET "
+        "space = ?2, dim = ?3, contract_id = ?4, began = ?5, is_cut_over = ?6, details = ?7, checksum = ?8",
+        (*values, row_checksum(*values)),
+    )
+
+
+def count_second(db: sqlite3.Connection, migration: StoredMigration) -> tuple[int, int]:
+    """Count the faces that have a vector in the second space, and those that have an estimate there: reads them all."""
+    text = (
+        f"SELECT count(*), coalesce(sum(substr(v.checksum, 1, 1) = x'{ESTIMATED.hex()}'), 0) "
+        "FROM faces f JOIN vectors v ON v.face = f.id + ? WHERE f.collection = ?"
+    )
+    filled, estimated = db.execute(text, (migration.space, migration.number)).fetchone()
+    return int(filled), int(estimated)
+
+
+def set_second_counts(db: sqlite3.Connection, number: int, filled: int, estimated: int) -> None:
+    """Store what :func:`count_second` counts."""
+    db.execute("UPDATE migrations SET filled = ?, estimated = ? WHERE collection = ?", (filled, estimated, number))
+
+
+def read_second_counts(db: sqlite3.Connection, number: int) -> tuple[int, int]:
+    """Return what :func:`count_second` counts, as it was kept."""
+    filled, estimated = db.execute(
+        "SELECT filled, estimated FROM migrations WHERE collection = ?", (number,)
+    ).fetchone()
+    if not (isinstance(filled, int) and isinstance(estimated, int)):
+        raise corrupt_row(db, f"the counts of the migration of collection {number} are not what was written")
+    return filled, estimated
+
+
+def new_space(db: sqlite3.Connection) -> int:
+    """Return what is added to ids of faces in a space that no vector was ever in."""
+    number = _count_up(db, SPACES)
+    if number >= MAX_ID // SPACE:
+        raise ConflictError("this store has seen as many migrations as it can; export its collections into a new one")
+    return number * SPACE
+
+
+def exchange_spaces(db: sqlite3.Connection, stored: StoredCollection, migration: StoredMigration) -> None:
+    """Store ``stored`` as the collection, whose space, model and segment are others now, and its ``migration``."""
+    values = _collection_values(stored.number, stored.info, stored.space)
+    db.execute(
+        "UPDATE collections SET dim = ?, contract_id = ?, space = ?, checksum = ? WHERE number = ?",
+        (stored.info.dim, stored.info.contract_id, stored.space, row_checksum(*values), stored.number),
+    )
+    set_segment(db, stored)
+    put_migration(db, migration)
+    set_second_counts(db, stored.number, *count_second(db, migration))
 
 
 # --- faces and vectors ---
 
 
-def read_faces(db: sqlite3.Connection, number: int, after: int, dim: int) -> Generator[Faces, None, None]:
-    """Yield the faces of a collection with ids above ``after``, ascending, in batches."""
+def read_faces(db: sqlite3.Connection, stored: StoredCollection, after: int) -> Generator[Faces, None, None]:
+    """Yield the faces of a collection with ids above ``after``, ascending, in batches, with their searched vectors."""
+    number, space, dim = stored.number, stored.space, stored.info.dim
     cursor = db.execute(
-        "SELECT f.id, f.person, f.checksum, v.checksum, v.vector FROM faces f LEFT JOIN vectors v ON v.face = f.id "
-        "WHERE f.collection = ? AND f.id > ? ORDER BY f.id",
-        (number, after),
+        "SELECT f.id, f.person, f.checksum, v.checksum, v.vector FROM faces f "
+        "LEFT JOIN vectors v ON v.face = f.id + ? WHERE f.collection = ? AND f.id > ? ORDER BY f.id",
+        (space, number, after),
     )
     while rows := cursor.fetchmany(_FETCH_ROWS):
         for id, person, checksum, _, _ in rows:
             if not is_face(checksum, id, number, person):
                 raise corrupt_row(db, f"face {id} is not what was written")
-        vectors = decode_vectors(db, [(row[0], row[3], row[4]) for row in rows], dim)
+        vectors = decode_vectors(db, [(row[0] + space, row[3], row[4]) for row in rows], dim)
         ids, persons = (np.fromiter((row[column] for row in rows), np.int64, len(rows)) for column in (0, 1))
         yield Faces(ids, persons, vectors)
 
@@ -143,7 +245,7 @@ def last_id(db: sqlite3.Connection, table: str) -> int:
 
 
 def decode_vectors(db: sqlite3.Connection, rows: Sequence[tuple[int, bytes | None, bytes | None]], dim: int) -> Float32:
-    """Return the vectors (n, dim) of rows (face, checksum, vector)."""
+    """Return the vectors (n, dim) of rows (key, checksum, vector)."""
     codec = codec_of(db)
     size = codec.overhead + 4 * dim
     stored = [checked_vector(db, *row, size) for row in rows]
@@ -151,20 +253,24 @@ def decode_vectors(db: sqlite3.Connection, rows: Sequence[tuple[int, bytes | Non
 
 
 def checked_vector(
-    db: sqlite3.Connection, face: int, checksum: bytes | None, vector: bytes | None, size: int | None = None
+    db: sqlite3.Connection, key: int, checksum: bytes | None, vector: bytes | None, size: int | None = None
 ) -> bytes:
     """Return a stored vector, of ``size`` bytes if that is known, if it is what was written."""
     is_whole = isinstance(vector, bytes) and size in (None, len(vector))
-    if vector is None or not is_whole or checksum != vector_checksum(face, vector):
-        raise corrupt_row(db, f"the vector of face {face} is not what was written")
+    if vector is None or not is_whole or not is_vector(key, checksum, vector):
+        raise corrupt_row(db, f"the vector of face {key % SPACE} is not what was written")
     return vector
 
 
 def count_change(db: sqlite3.Connection) -> int:
     """Give the running transaction its number; returns it. SQLite keeps it beside the last ids, in every version."""
-    number = last_id(db, CHANGES) + 1
-    if not db.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", (number, CHANGES)).rowcount:
-        db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (CHANGES, number))
+    return _count_up(db, CHANGES)
+
+
+def _count_up(db: sqlite3.Connection, name: str) -> int:
+    number = last_id(db, name) + 1
+    if not db.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", (number, name)).rowcount:
+        db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (name, number))
     return number
 
 
@@ -271,6 +377,13 @@ def person_checksum(
     return zlib.crc32(text.encode())
 
 
-def vector_checksum(face: int, stored: bytes) -> bytes:
-    """Return 5 bytes that begin with 1, so never those of an erased vector (``database.ERASED``)."""
-    return b"\1" + zlib.crc32(stored, zlib.crc32(struct.pack("<q", face))).to_bytes(4, "little")
+def vector_checksum(key: int, stored: bytes, *, is_estimated: bool = False) -> bytes:
+    """Return 5 bytes, of which the first is not that of an erased vector (``database.ERASED``)."""
+    crc = zlib.crc32(stored, zlib.crc32(struct.pack("<q", key)))
+    return (ESTIMATED if is_estimated else MEASURED) + crc.to_bytes(4, "little")
+
+
+def is_vector(key: int, checksum: bytes | None, stored: bytes) -> bool:
+    """Return True if a row of vectors is what was written."""
+    found = vector_checksum(key, stored)
+    return checksum in (found, ESTIMATED + found[1:])

@@ -6,21 +6,25 @@ A deleted person's or face's vectors stay, under tombstones (table ``forgotten``
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
+from plsc.gallery.rows import Rows
 from plsc.gallery.sqlite import records
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
-from plsc.gallery.sqlite.records import Faces
+from plsc.gallery.sqlite.records import Faces, StoredCollection, StoredMigration
 from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
-from plsc.gallery.store import Rows
-from plsc.gallery.validation import ValidPerson, kind_of, now
-from plsc.gallery.values import Collection, Float32, Person, PersonSummary
+from plsc.gallery.validation import ValidPerson, kind_of, no_collection, now
+from plsc.gallery.values import Collection, Float32, Migration, Person, PersonSummary, SecondVector
 from plsc.index.rows import Int64
 
+_VECTOR = "SELECT face, checksum, vector FROM vectors WHERE face = ?"
+_MARK = "SELECT substr(checksum, 1, 1) FROM vectors WHERE face = ?"
 _PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
 
 
@@ -41,10 +45,28 @@ class SqliteRows(Rows):
         self.touched: set[int] = set()
         self.expiries: list[str] = []
 
+    @cached_property
+    def stored(self) -> StoredCollection:
+        """The collection as this transaction sees it."""
+        found = records.find_collection(self.db, self.number)
+        if found is None:
+            raise no_collection(self.info.name)
+        return found
+
+    @cached_property
+    def second(self) -> StoredMigration | None:
+        """The second space of the collection's faces; None: it has none."""
+        return records.find_migration(self.db, self.number)
+
+    @property
+    def migration(self) -> Migration | None:
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
+        return None if self.second is None else self.second.info
+
     # --- reads ---
 
     def find_all(self, ids: Sequence[int]) -> list[Person]:
-        """See :class:`plsc.gallery.store.Rows`, as for all that follows."""
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
         return [person for id in sorted(ids) for person in self.select("p.id = ?", [id])]
 
     def find_external(self, external_id: str) -> Person | None:
@@ -103,9 +125,9 @@ class SqliteRows(Rows):
         return {person.id: self._vectors(person.faces) for person in persons}
 
     def _vectors(self, faces: Sequence[int]) -> Float32:
-        text = "SELECT face, checksum, vector FROM vectors WHERE face = ?"
-        rows = [self.db.execute(text, (face,)).fetchone() or (face, None, None) for face in faces]
-        return records.decode_vectors(self.db, rows, self.info.dim)
+        keys = [face + self.stored.space for face in faces]
+        rows = [self.db.execute(_VECTOR, (key,)).fetchone() or (key, None, None) for key in keys]
+        return records.decode_vectors(self.db, rows, self.stored.info.dim)
 
     # --- persons whose time has come ---
 
@@ -150,16 +172,19 @@ class SqliteRows(Rows):
         owners = np.repeat(np.arange(first, first + len(made)), [len(person.faces) for person in made])
         faces = np.fromiter(chain.from_iterable(person.faces for person in made), np.int64)
         self._insert_faces(Faces(faces, owners, np.concatenate([person.vectors for person in persons])))
+        for one, new in zip(made, persons, strict=True):
+            self._insert_second(one.id, one.faces, new.second)
         self._count(len(made), len(faces))
         return made
 
-    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+    def insert_faces(self, owner: Person, vectors: Float32, second: Float32 | None) -> list[int]:
         """Insert faces of a person; returns their ids."""
         first = records.last_id(self.db, "faces") + 1
         ids = np.arange(first, first + len(vectors), dtype=np.int64)
         self._insert_faces(Faces(ids, np.full(len(ids), owner.id, dtype=np.int64), vectors))
         self._count(0, len(ids))
         found: list[int] = ids.tolist()
+        self._insert_second(owner.id, found, second)
         return found
 
     def update(self, former: Person, changed: Person) -> None:
@@ -193,7 +218,11 @@ class SqliteRows(Rows):
             self._note_leaving("f.id = ?", face)
         if faces:
             note_deletion_time(self.db)
-        self.db.executemany("INSERT INTO forgotten VALUES (?, ?)", ((face, self.number) for face in faces))
+        if faces and self._spaces() != [0]:
+            note_left_texts(self.db)  # a second space is not filled in order: SQLite has moved rows of vectors
+        self._count_leaving_second(faces)
+        for space in self._spaces():
+            self._forget("f.id = ?", faces, space)
         self.db.executemany("DELETE FROM faces WHERE id = ?", ((face,) for face in faces))
         self._count(0, -len(faces))
         self.gone += faces
@@ -203,15 +232,17 @@ class SqliteRows(Rows):
         self._note_leaving("f.collection = ?", self.number)
         note_left_texts(self.db)
         note_deletion_time(self.db)
-        text = "INSERT OR IGNORE INTO forgotten SELECT id, collection FROM faces WHERE collection = ?"
-        self.db.execute(text, (self.number,))
+        for space in self._spaces():
+            self._forget("f.collection = ?", [self.number], space)
+        self.db.execute("DELETE FROM migrations WHERE collection = ?", (self.number,))
         for table in ("faces", "attributes", "persons"):
             self.db.execute(f"DELETE FROM {table} WHERE collection = ?", (self.number,))
         self.db.execute("DELETE FROM collections WHERE number = ?", (self.number,))
 
     def _insert_faces(self, faces: Faces) -> None:
         ids, persons = faces.ids.tolist(), faces.persons.tolist()
-        blobs = codec_of(self.db).encode(self.db, faces.ids, faces.persons, faces.vectors)
+        keys = faces.ids + self.stored.space
+        blobs = codec_of(self.db).encode(self.db, keys, faces.persons, faces.vectors)
         self.db.executemany(
             "INSERT INTO faces (id, collection, person, checksum) VALUES (?, ?, ?, ?)",
             (
@@ -219,11 +250,28 @@ class SqliteRows(Rows):
                 for id, person in zip(ids, persons, strict=True)
             ),
         )
+        self._put_vectors(keys, blobs)
+        self.added.append(faces)
+
+    def _put_vectors(self, keys: Int64, blobs: Sequence[bytes], *, is_estimated: bool = False) -> None:
         self.db.executemany(
             "INSERT INTO vectors (face, checksum, vector) VALUES (?, ?, ?)",
-            ((id, records.vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)),
+            (
+                (key, records.vector_checksum(key, blob, is_estimated=is_estimated), blob)
+                for key, blob in zip(keys.tolist(), blobs, strict=True)
+            ),
         )
-        self.added.append(faces)
+
+    def _spaces(self) -> list[int]:
+        return [self.stored.space] if self.second is None else [self.stored.space, self.second.space]
+
+    def _forget(self, condition: str, values: Iterable[int], space: int) -> None:
+        """Write the tombstones of the vectors that faces have in a space."""
+        text = (
+            "INSERT OR IGNORE INTO forgotten SELECT v.face, f.collection FROM faces f "
+            f"JOIN vectors v ON v.face = f.id + ? WHERE {condition}"
+        )
+        self.db.executemany(text, ((space, value) for value in values))
 
     def _note_leaving(self, condition: str, value: int) -> None:
         """Tell the codec which vectors leave, where that means more to it than their rows."""
@@ -231,11 +279,94 @@ class SqliteRows(Rows):
         if not codec.has_keys:
             return
         text = (
-            "SELECT f.person, v.face, v.checksum, v.vector FROM faces f JOIN vectors v ON v.face = f.id "
+            "SELECT f.person, v.face, v.checksum, v.vector FROM faces f JOIN vectors v ON v.face = f.id + ? "
             f"WHERE {condition}"
         )
-        for person, *row in self.db.execute(text, (value,)):
+        for person, *row in self.db.execute(text, (self.stored.space, value)):
             codec.leave(person, records.checked_vector(self.db, *row))
+
+    # --- the second space ---
+
+    def begin_migration(self, migration: Migration) -> None:
+        """Give the faces room for vectors of another model."""
+        self._store_migration(StoredMigration(self.number, migration, records.new_space(self.db)))
+
+    def update_migration(self, migration: Migration) -> None:
+        """Store ``migration`` in place of the former one."""
+        assert self.second is not None, "it was checked"
+        self._store_migration(replace(self.second, info=migration))
+
+    def _store_migration(self, stored: StoredMigration) -> None:
+        records.put_migration(self.db, stored)
+        self.second = stored
+
+    def end_migration(self) -> None:
+        """Delete the vectors in the second space; their bytes leave the files as those of deleted faces do."""
+        assert self.second is not None, "it was checked"
+        self._forget("f.collection = ?", [self.number], self.second.space)
+        self.db.execute("DELETE FROM migrations WHERE collection = ?", (self.number,))
+        note_deletion_time(self.db)
+        note_left_texts(self.db)  # SQLite may have moved rows of vectors, and left copies in the gaps of pages
+        self.second = None
+
+    def _insert_second(self, person: int, faces: Sequence[int], vectors: Float32 | None) -> None:
+        if vectors is not None and self.second is not None:
+            self.put_second(person, faces, vectors, is_estimated=False)
+
+    def put_second(self, person: int, faces: Sequence[int], vectors: Float32, *, is_estimated: bool) -> None:
+        """Store vectors (n, dim) of faces of a person in the second space, in place of those that they have there."""
+        assert self.second is not None, "it was checked"
+        keys = np.array(faces, dtype=np.int64) + self.second.space
+        blobs = codec_of(self.db).encode(self.db, keys, np.full(len(keys), person, dtype=np.int64), vectors)
+        self._count_leaving_second(faces)
+        self.db.executemany("DELETE FROM vectors WHERE face = ?", ((key,) for key in keys.tolist()))
+        self._put_vectors(keys, blobs, is_estimated=is_estimated)
+        self._count_second(len(keys), len(keys) if is_estimated else 0)
+
+    def second_vectors(self, persons: Sequence[Person]) -> dict[int, SecondVector]:
+        """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
+        assert self.second is not None, "it was checked"
+        faces = [face for person in persons for face in person.faces]
+        keyed = ((face, self.db.execute(_VECTOR, (face + self.second.space,)).fetchone()) for face in faces)
+        rows = {face: row for face, row in keyed if row is not None}
+        vectors = records.decode_vectors(self.db, list(rows.values()), self.second.info.dim)
+        return {
+            face: SecondVector(vector, row[1].startswith(records.ESTIMATED))
+            for (face, row), vector in zip(rows.items(), vectors, strict=True)
+        }
+
+    def count_second(self) -> tuple[int, int]:
+        """Return how many faces have no vector in the second space, and how many an estimate."""
+        filled, estimated = records.read_second_counts(self.db, self.number)
+        return self.stored.info.faces - filled, estimated
+
+    def _count_leaving_second(self, faces: Sequence[int]) -> None:
+        """Count the second vectors of faces, which leave."""
+        if self.second is None or not faces:
+            return
+        keys = [face + self.second.space for face in faces]
+        marks = [row[0] for key in keys if (row := self.db.execute(_MARK, (key,)).fetchone()) is not None]
+        self._count_second(-len(marks), -marks.count(records.ESTIMATED))
+
+    def _count_second(self, filled: int, estimated: int) -> None:
+        text = "UPDATE migrations SET filled = filled + ?, estimated = estimated + ? WHERE collection = ?"
+        self.db.execute(text, (filled, estimated, self.number))
+
+    def lacking(self, after: int, limit: int, *, estimated: bool) -> list[int]:
+        """Return up to ``limit`` persons above ``after`` with a face that has no vector in the second space.
+
+        Args:
+            after, limit: as for :meth:`page`.
+            estimated: return those with an estimate, too.
+        """
+        assert self.second is not None, "it was checked"
+        also = f" OR substr(v.checksum, 1, 1) = x'{records.ESTIMATED.hex()}'" if estimated else ""
+        text = (
+            "SELECT DISTINCT f.person FROM faces f LEFT JOIN vectors v ON v.face = f.id + ? "
+            f"WHERE +f.collection = ? AND f.person > ? AND (v.face IS NULL{also}) ORDER BY f.person LIMIT ?"
+        )
+        rows = self.db.execute(text, (self.second.space, self.number, after, limit)).fetchall()
+        return [row[0] for row in rows]
 
     def _count(self, persons: int, faces: int) -> None:
         text = "UPDATE collections SET persons = persons + ?, faces = faces + ? WHERE number = ?"

@@ -2,7 +2,9 @@
 
 The column names belong to the file format. Of ``collections``, ``base`` is the number of the current sealed segment
 (0: none), ``seal`` its manifest's digest, ``covered`` its watermark (the largest face id that it accounts for).
-``forgotten`` holds the tombstones.
+``forgotten`` holds the tombstones. ``space`` is what is added to the id of a face to give the key (``face``) of its
+searched vector in ``vectors`` and ``forgotten``: a multiple of :data:`SPACE`, 0 until the collection was first moved to
+another model. ``migrations`` has the collections whose faces have vectors in a second space (plsc.gallery.migration).
 
 A migration adds and never rewrites: a gallery of ten million persons opens as fast as before. Rows that a former
 version wrote keep their checksums, because columns with their default values do not enter them
@@ -12,7 +14,8 @@ version wrote keep their checksums, because columns with their default values do
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-VERSION = 2
+VERSION = 3
+SPACE = 2**48  # ids of faces are smaller
 
 _PERSONS_1 = """CREATE TABLE persons (
         id INTEGER PRIMARY KEY AUTOINCREMENT, collection INTEGER NOT NULL REFERENCES collections (number),
@@ -61,16 +64,31 @@ SCHEMA_2 = (
     _PERSONS_1.removesuffix(")") + "".join(f", {column}" for column in _PERSONS_2) + ")",  # as ALTER TABLE leaves it
     *_ADDED_2,
 )
+# What version 3 adds. Of a migration, details is JSON; dim, contract_id and space are those of the second space, filled
+# is how many faces have a vector in it, and estimated for how many of them it is an estimate.
+_COLLECTIONS_3 = ("space INTEGER NOT NULL DEFAULT 0",)
+_ADDED_3 = (
+    """CREATE TABLE migrations (
+        collection INTEGER PRIMARY KEY REFERENCES collections (number), space INTEGER NOT NULL, dim INTEGER NOT NULL,
+        contract_id TEXT NOT NULL, began TEXT NOT NULL, is_cut_over INTEGER NOT NULL, details TEXT NOT NULL,
+        checksum INTEGER NOT NULL, filled INTEGER NOT NULL DEFAULT 0, estimated INTEGER NOT NULL DEFAULT 0)""",
+)
+_COLLECTIONS_1 = SCHEMA_1[0]
+SCHEMA_3 = (
+    *(statement for statement in SCHEMA_2 if statement != _COLLECTIONS_1),
+    _COLLECTIONS_1.removesuffix(")") + "".join(f", {column}" for column in _COLLECTIONS_3) + ")",
+    *_ADDED_3,
+)
 WRITTEN_ANEW = "written anew"  # a row of unfinished, see plsc.gallery.sqlite.unfinished
 SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
 
-SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2}
+SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3}
 
 
 def create(connection: sqlite3.Connection, application_id: int, settings: Mapping[str, str]) -> None:
     """Create the tables in one transaction: a process killed here leaves an empty file, which is created again."""
     connection.execute("BEGIN IMMEDIATE")
-    tables = sorted(SCHEMA_2, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
+    tables = sorted(SCHEMA_3, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
     for statement in tables:
         connection.execute(statement)
     connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
@@ -80,14 +98,17 @@ def create(connection: sqlite3.Connection, application_id: int, settings: Mappin
     connection.execute("COMMIT")
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a file of version 1 to the present one, in one transaction: killed at any moment it is of either."""
+def migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Bring a file of a former ``version`` to the present one, in one transaction."""
+    changes = [(1, "persons", _PERSONS_2, _ADDED_2), (2, "collections", _COLLECTIONS_3, _ADDED_3)]
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for column in _PERSONS_2:
-            connection.execute(f"ALTER TABLE persons ADD COLUMN {column}")
-        for statement in _ADDED_2:
-            connection.execute(statement)
+        for former, table, columns, added in changes:
+            if version <= former:
+                for column in columns:
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+                for statement in added:
+                    connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {VERSION}")
         connection.execute("COMMIT")
     except BaseException:

@@ -17,7 +17,8 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ import numpy.typing as npt
 
 from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
+from plsc.gallery.rows import Change
+from plsc.gallery.second_space import must_exchange
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
@@ -34,8 +37,8 @@ from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.store import Change, Store, note_change
-from plsc.gallery.validation import is_id, no_collection
+from plsc.gallery.store import Store, note_change
+from plsc.gallery.validation import check_query, is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
 from plsc.index.rows import Int64, unit_vectors
 from plsc.index.scan import AUTO
@@ -87,7 +90,9 @@ class SqliteStore(Store):
             self.folder, None if key_file is None else Path(key_file), lambda: self._reserve.release(0)
         )
         try:
-            compactor = Compactor(self._database, self.folder / COLLECTIONS, self._write_lock, precision)
+            self._compactor = compactor = Compactor(
+                self._database, self.folder / COLLECTIONS, self._write_lock, precision
+            )
             # Replaced, never modified: readers take it without a lock.
             self._states: dict[str, CollectionState] = compactor.open_collections()
             with self._database.reading() as db:
@@ -144,11 +149,27 @@ class SqliteStore(Store):
         self._database.codec.sync_erased()
         self._maintenance.wake()
 
+    # --- files beside the store ---
+
+    @property
+    def seals(self) -> bool:  # type: ignore[override]
+        """True if the store is encrypted."""
+        return self._database.codec.has_keys
+
+    def sealed(self, person: int, contents: Mapping[int, bytes]) -> dict[int, bytes]:
+        """See :class:`plsc.gallery.store.Store`, as for what follows."""
+        with self._database.reading() as db:
+            return self._database.codec.seal(db, person, contents)
+
+    def unsealed(self, person: int, face: int, content: bytes) -> bytes | None:
+        """Return what was sealed for a face; None: it was not, or the person's key is erased."""
+        return self._database.codec.unseal(person, face, content)
+
     # --- changes of one collection ---
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         state = self._state(collection)
-        checked = change.check(state.info)
+        checked, second = change.check(state.info, state.migration), state.second_contract_id
 
         def work(rows: SqliteRows) -> _T:
             result = change.work(rows, checked)
@@ -156,8 +177,8 @@ class SqliteStore(Store):
             return result
 
         with self._write_lock:
-            if state.deleted:
-                raise no_collection(collection)
+            if self._state(collection) is not state or state.second_contract_id != second:
+                return self._change(collection, change)  # its models are others since it was checked
             if not change.deleting:
                 self._reserve.require()
             result = self._commit(state, work, deleting=change.deleting)
@@ -190,7 +211,9 @@ class SqliteStore(Store):
                 touched = rows.touched
                 result = work(rows)
                 state.prepare(rows.added, rows.expiries)
+                migration = rows.migration
             state.publish(rows.added, rows.gone)
+            state.migration = migration
             return result
         finally:
             state.persons.forget(touched)
@@ -206,6 +229,38 @@ class SqliteStore(Store):
                 number = records.count_change(db)
         if number is not None:
             note_change(number)
+
+    # --- the second space ---
+
+    def exchange_spaces(self, collection: str, contract_id: str) -> Collection:
+        """Let searches read the second space, which is of ``contract_id``; the searched one becomes the second."""
+        with self._maintenance.lock:
+            with self._reading(collection) as rows:
+                if not must_exchange(rows, contract_id):
+                    return self.collection(collection)
+            rebuilt = self._compactor.build_segment(self._state(collection).number, second=True)
+            if rebuilt is None:
+                raise no_collection(collection)
+            with self._write_lock:
+                self._reserve.require()
+                former = self._state(collection)
+                with self._numbered() as db:
+                    must_exchange(SqliteRows(db, former.number, former.info), contract_id)
+                    state = self._compactor.exchange_spaces(former, rebuilt, db)
+                state.next_expiry, state.deleted_at = former.next_expiry, former.deleted_at
+                former.deleted = True
+                self._states = {**self._states, collection: state}
+            self._compactor.remove_other_segments(state.number, rebuilt.stored.segment)
+        self._planner.consider(state)
+        return self.collection(collection)
+
+    def end_migration(self, collection: str, contract_id: str) -> None:
+        """Delete the second space of a collection, which is of ``contract_id``, with all vectors in it."""
+        super().end_migration(collection, contract_id)
+        state = self._state(collection)
+        with self._write_lock:
+            state.deleted_at = state.deleted_at or time.monotonic()
+        self._maintenance.wake()
 
     def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
         """Delete those of ``persons`` whose time has come; returns their ids."""
@@ -256,14 +311,21 @@ class SqliteStore(Store):
         return [name for name, state in self._states.items() if state.has_expired]
 
     def _search(
-        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        k: int,
+        threshold: float,
+        filter: Filter | None,
+        contract_id: str | None,
     ) -> list[list[Match]]:
-        state = self._state(collection)
-        units = unit_vectors(queries, state.info.dim)
         view: SegmentView
+        state = self._state(collection)
         if isinstance(filter, PreparedFilter):
-            view, masks = filter.found
-        else:
+            view, masks, state = filter.found
+        check_query(state.info, contract_id)
+        units = unit_vectors(queries, state.info.dim)
+        if not isinstance(filter, PreparedFilter):
             view, masks = self._matching_rows(state, filter, "" if filter is None else repr(filter.conditions))
         return view.search(units, k, threshold, masks)
 
@@ -277,7 +339,7 @@ class SqliteStore(Store):
         if key not in state.view.masks and (unfinished := self._look_further(state, filter)) is not None:
             return unfinished
         found = self._matching_rows(state, filter, key)
-        return PreparedFilter(filter.conditions, found, (id(found[0]), key))
+        return PreparedFilter(filter.conditions, (*found, state), (id(found[0]), key))
 
     def _look_further(self, state: CollectionState, filter: Filter) -> UnfinishedFilter | None:
         """Look up the next conditions of many; None when it is time to finish: few are left, or something changed."""

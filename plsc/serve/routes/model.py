@@ -144,7 +144,7 @@ async def compare(
     service: Served,
 ) -> CompareView:
     """The cosine of two inputs, and whether it reaches the service's threshold."""
-    vectors, warnings, _ = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
+    vectors, warnings, *_ = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
     a, b = vectors.astype(np.float64)
     score = float(np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1))
     view = ScoreView.of(current_caller(), service.settings)
@@ -166,7 +166,7 @@ async def embeddings(
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     charge(len(body.inputs))
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
-    vectors, warnings, _ = await service.vectors(body.inputs, names, service.deadline(None))
+    vectors, warnings, *_ = await service.vectors(body.inputs, names, service.deadline(None))
     answer = {
         "contract_id": service.contract_id,
         "dim": service.embedder.embedding_dim,

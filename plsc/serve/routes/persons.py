@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
+from plsc.gallery.thumbnails import is_lossless
 from plsc.gallery.values import Person
 from plsc.serve import schemas
 from plsc.serve.access import charge
@@ -35,7 +36,7 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
-from plsc.serve.service import Service
+from plsc.serve.service import Service, Spaces
 
 MAX_PAGE = 1000
 _READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
@@ -153,9 +154,13 @@ async def put_person(
     If-Match it only replaces.
     """
     options: dict[str, Any] = {"precondition": read_precondition(request), "metadata": [body.metadata]}
-    new, crops, warnings = await embed_persons(service, collection, [body], False)
-    about = (collection, replace(new[0], external_id=external_id), service.contract_id, crops[0])
-    person, is_new = await service.add(service.thumbnails.put_person, *about, adds=external_id, **options)
+
+    async def put(spaces: Spaces) -> tuple[Person, bool, list[str]]:
+        new, crops, warnings = await embed_persons(service, spaces, [body], False)
+        about = (collection, replace(new[0], external_id=external_id), spaces.info.contract_id, crops[0])
+        return *await service.add(service.thumbnails.put_person, *about, adds=external_id, **options), warnings
+
+    person, is_new, warnings = await service.with_collection(collection, put)
     record_ids(request, [person.id])
     response.status_code = 201 if is_new else 200
     set_etag(response, person)
@@ -245,10 +250,15 @@ async def add_faces(
         if claim.stored is not None:
             added, warnings = claim.replay(response)
         else:
-            vectors, warnings, crops = await embed_groups(service, collection, [("faces", body.faces)])
-            about = (collection, person, vectors, service.contract_id, crops)
-            kept = claim.request(lambda faces: (faces, warnings))
-            added = await service.add(service.thumbnails.add_faces, *about, idempotent=kept)
+
+            async def add(spaces: Spaces) -> tuple[list[int], list[str]]:
+                vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
+                about = (collection, person, vectors, spaces.info.contract_id, crops)
+                kept = claim.request(lambda faces: (faces, warnings))
+                ids = await service.add(service.thumbnails.add_faces, *about, others=others, idempotent=kept)
+                return ids, warnings
+
+            added, warnings = await service.with_collection(collection, add)
     return schemas.with_warnings(schemas.FacesView(faces=[schemas.FaceView(id=face) for face in added]), warnings)
 
 
@@ -261,14 +271,17 @@ async def delete_face(collection: CollectionName, person: Id, face: Id, service:
 
 @router.get(
     f"{_FACE_PATH}/thumbnail",
-    responses={200: {"content": {"image/jpeg": {}}, "description": "The crop"}, **error_responses(404)},
+    responses={
+        200: {"content": {"image/jpeg": {}, "image/png": {}}, "description": "The crop"},
+        **error_responses(404),
+    },
     response_class=Response,
 )
 @requires("read")
 async def get_thumbnail(collection: CollectionName, person: Id, face: Id, service: Served) -> Response:
     """The crop that a face was enrolled from, where the service keeps thumbnails (--keep-thumbnails)."""
     thumbnail = await service.in_store(service.thumbnails.read, collection, person, face)
-    return Response(thumbnail, media_type="image/jpeg")
+    return Response(thumbnail, media_type="image/png" if is_lossless(thumbnail) else "image/jpeg")
 
 
 def read_filter(text: str | None) -> Filter | None:

@@ -31,7 +31,7 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
-from plsc.serve.service import Service
+from plsc.serve.service import Service, Spaces
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
 _MATCH_BYTES = 96  # of a match besides its person
@@ -100,10 +100,11 @@ class MatchesView(BaseModel):
 
 
 class SearchView(BaseModel):
-    """One entry in ``results`` for each query."""
+    """One entry in ``results`` for each query. ``contract_id`` is the model's whose vectors were searched."""
 
     results: list[MatchesView]
     threshold: float | None
+    contract_id: str
     approximate: bool
     recall: float | None
     warnings: schemas.Warnings = []
@@ -147,27 +148,37 @@ async def search(request: Request) -> Response:
     if not _IS_NAME(collection):
         raise ApiError(400, f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]}")
     await service.require_collection(collection)
-    search, warnings, deadline = await _read_search(request, service, collection)
-    view = ScoreView.of(current_caller(), service.settings)
-    answer = await service.search(search._replace(threshold=view.search_threshold(search.threshold)), deadline)
+    form, names = await _read_search(request, service)
+    deadline, filter = service.deadline(form.deadline_ms), schemas.parse_filter(form.filter)
+
+    async def answered(spaces: Spaces) -> tuple[SearchAnswer, ScoreView, list[str], str]:
+        contract_id, view = spaces.info.contract_id, ScoreView.of(current_caller(), service.settings_of(spaces))
+        inputs = [form.query] if form.query is not None else form.queries or []
+        embedded = await service.vectors(inputs, names, deadline, [contract_id])
+        threshold = view.search_threshold(form.threshold)
+        wanted = Search(collection, embedded.vectors, form.k, threshold, filter, contract_id)
+        return await service.search(wanted, deadline), view, embedded.warnings, contract_id
+
+    answer, view, warnings, contract_id = await service.with_collection(collection, answered)
     statistics = await service.statistics(collection)
     _check_size(answer, service.settings.limits.answer_bytes)
     if not any(answer.matches):
-        warnings += await service.filter_warnings(collection, search.filter)
+        warnings += await service.filter_warnings(collection, filter)
     if "search" in service.settings.audit_events:
         record_ids(request, [match.person for matches in answer.matches for match in matches])
     # A SearchView as JSON, past pydantic: its models would cost as much as the search.
     shown = {
-        "results": [_results(view.matches(matches, search.threshold), answer.persons) for matches in answer.matches],
-        "threshold": view.threshold if search.threshold is None else search.threshold,
-        **_quality(statistics, search.k),
+        "results": [_results(view.matches(matches, form.threshold), answer.persons) for matches in answer.matches],
+        "threshold": view.threshold if form.threshold is None else form.threshold,
+        "contract_id": contract_id,
+        **_quality(statistics, form.k),
         **({"warnings": warnings} if warnings else {}),
     }
     return Response(orjson.dumps(shown), media_type="application/json")
 
 
-async def _read_search(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
-    """The search that a request asks for, warnings about its inputs, and the deadline."""
+async def _read_search(request: Request, service: Service) -> tuple[SearchBody, list[str]]:
+    """The search that a request asks for, and what errors call its inputs."""
     kind = content_type(request.scope)
     check_type(kind, _UPLOAD)
     body = await read_body(request, service, _UPLOAD)
@@ -176,15 +187,11 @@ async def _read_search(request: Request, service: Service, collection: str) -> t
     elif request.scope["query_string"] and isinstance(body, dict):
         body = {**_options(dict(request.query_params)), **body}
     form = _parse(SearchBody, body)
-    deadline, filter = service.deadline(form.deadline_ms), schemas.parse_filter(form.filter)
-    inputs = [form.query] if form.query is not None else form.queries or []
-    _check_k(service, form.k, len(inputs))
-    charge(len(inputs))
-    names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
-    if kind in PICTURE_TYPES:
-        names = ["the body"]
-    vectors, warnings, _ = await service.vectors(inputs, names, deadline)
-    return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
+    count = 1 if form.query is not None else len(form.queries or [])
+    _check_k(service, form.k, count)
+    charge(count)
+    names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(count)]
+    return form, ["the body"] if kind in PICTURE_TYPES else names
 
 
 def _options(texts: dict[str, str]) -> dict[str, Any]:

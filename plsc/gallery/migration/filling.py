@@ -1,0 +1,214 @@
+"""Filling a collection's second space: from pictures that were kept or are sent again, else by an adapter's estimates.
+
+Every step is stored as it is done, so who is stopped or killed goes on with what still lacks a vector.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from plsc.data.codec import decode_image
+from plsc.embedding.embedder import Embedder, embed_images
+from plsc.errors import DataError, NotFoundError, StorageError
+from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
+from plsc.gallery.store import Store
+from plsc.gallery.transfer import all_persons
+from plsc.gallery.values import Float32, Migration, Person
+from plsc.index.rows import Int64
+from plsc.models.preprocessing import resize_image
+from plsc.progress import Progress
+
+Embed = Callable[[Sequence[torch.Tensor]], Float32]  # uint8 (3, H, W) each -> (n, dim)
+Pictures = Callable[[str, Person], Mapping[int, bytes]]  # of a collection's person: image files by face
+MOST_PAIRS = 50_000  # faces that an adapter is learned from: more change it little, and take memory
+_PERSONS_AT_ONCE = 32
+_BATCH = 8  # pictures embedded at once, which others may wait for
+_SAME = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
+_SEED = 0
+
+
+class Pairs(NamedTuple):
+    """Faces with both vectors: ``searched`` (n, d), ``second`` (n, e), and ``persons`` (n,), whose they are."""
+
+    searched: Float32
+    second: Float32
+    persons: Int64
+
+
+@dataclass
+class Filled:
+    """What a filling did.
+
+    Attributes:
+        filled: faces that got their own vector.
+        estimated: faces that got an estimate.
+        without_picture: faces of which no picture is kept, or none that can be read.
+    """
+
+    filled: int = 0
+    estimated: int = 0
+    without_picture: int = 0
+
+
+def check_room(store: Store, faces: int, dim: int) -> int:
+    """Return the bytes of disk that a second space takes; :class:`StorageError` if a folder's disk has fewer free."""
+    needed = faces * (2 * 4 * dim + 64)  # the rows, and the segment that a cut-over writes of them
+    if store.folder is not None and (free := shutil.disk_usage(store.folder).free) < needed:
+        raise StorageError(
+            f"{store.folder}: vectors of the new model need {needed:,} bytes of disk, and {free:,} are free; make room"
+        )
+    return needed
+
+
+def embed_with(embedder: Embedder, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:
+    """Return what embeds pictures of any size by ``embedder``; ``rest(seconds)`` is called after each batch."""
+    size, interpolation = embedder.image_size, embedder.preprocessing.interpolation
+
+    def embed(pictures: Sequence[torch.Tensor]) -> Float32:
+        rows = []
+        for images in torch.split(torch.stack([resize_image(one, size, interpolation) for one in pictures]), _BATCH):
+            begun = time.monotonic()
+            rows.append(embed_images(embedder, images, flip))
+            rest(time.monotonic() - begun)
+        vectors: Float32 = torch.cat(rows).float().cpu().numpy()
+        return vectors
+
+    return embed
+
+
+def fill_from_pictures(
+    store: Store,
+    collection: str,
+    embed: Embed,
+    pictures: Pictures,
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+    quiet: bool = False,
+) -> Filled:
+    """Embed the kept pictures of all faces that lack a second vector of their own.
+
+    Args:
+        store: holds the collection, which has a second space.
+        collection: its name.
+        embed: the new model.
+        pictures: what is kept of a person's faces.
+        go_on: asked before every batch; False ends the filling.
+        quiet: print no progress.
+    """
+    migration, done = _migration(store, collection), Filled()
+    lacking, estimated = store.count_second(collection)
+    progress = Progress("fill", lacking + estimated, "faces", quiet=quiet)
+    after = 0
+    while go_on() and (page := store.lacking(collection, after=after, limit=_PERSONS_AT_ONCE, estimated=True)):
+        after = page[-1][0].id
+        found = [
+            (person.id, face, image)
+            for person, faces in page
+            for face, image in _decoded(pictures(collection, person), faces)
+        ]
+        faces = sum(len(lacks) for _, lacks in page)
+        done.without_picture += faces - len(found)
+        if found:
+            rows: dict[int, dict[int, Float32]] = {}
+            for (person, face, _), row in zip(found, embed([image for _, _, image in found]), strict=True):
+                rows.setdefault(person, {})[face] = row
+            done.filled += store.put_second_vectors(collection, rows, migration.contract_id)
+        progress.advance(faces)
+    progress.finish()
+    return done
+
+
+def _decoded(contents: Mapping[int, bytes], faces: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield those of ``faces`` of which there is a picture that decodes, with its pixels."""
+    for face in faces:
+        if face in contents:
+            with suppress(DataError):  # damaged: as if none were kept
+                yield face, decode_image(contents[face], "a kept picture")
+
+
+def assign_pictures(store: Store, collection: str, person: Person, searched: Float32, second: Float32) -> list[int]:
+    """Give a person's faces second vectors of pictures that were sent again; returns the faces.
+
+    A picture is known by its embedding in the searched space, which the face it was enrolled as has, too.
+
+    Args:
+        store: holds the collection, which has a second space.
+        collection: its name.
+        person: whose pictures these are.
+        searched: embeddings (n, d) of the pictures, by the model whose vectors are searched.
+        second: embeddings (n, e) of the same pictures, by the other model.
+    """
+    own = {face: one.searched for face, one in store.face_vectors(collection, person.id).items()}
+    assigned: dict[int, Float32] = {}
+    for picture, other in zip(searched / np.linalg.norm(searched, axis=1, keepdims=True), second, strict=True):
+        for face, vector in own.items():  # one picture may have been enrolled twice
+            if picture @ vector >= _SAME:
+                assigned[face] = other
+    if assigned:
+        store.put_second_vectors(collection, {person.id: assigned}, _migration(store, collection).contract_id)
+    return sorted(assigned)
+
+
+def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
+    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first."""
+    single: list[tuple[Float32, Float32, int]] = []
+    several: list[tuple[Float32, Float32, int]] = []
+    for person, searched, second in _both(store, collection):
+        (several if len(searched) > 1 else single).extend(
+            (one, other, person) for one, other in zip(searched, second, strict=True)
+        )
+        if len(several) >= most:
+            break
+    info, migration = store.collection(collection), _migration(store, collection)
+    rows = (several + single)[:most]
+    return Pairs(
+        np.array([row[0] for row in rows], dtype=np.float32).reshape(-1, info.dim),
+        np.array([row[1] for row in rows], dtype=np.float32).reshape(-1, migration.dim),
+        np.array([row[2] for row in rows], dtype=np.int64),
+    )
+
+
+def _both(store: Store, collection: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
+    """Yield each person with the vectors of those faces that have both."""
+    for person in all_persons(store, collection):
+        with suppress(NotFoundError):  # deleted meanwhile
+            found = store.face_vectors(collection, person.id).values()
+            known = [(one.searched, one.second.vector) for one in found if one.second and not one.second.is_estimated]
+            if known:
+                yield person.id, [own for own, _ in known], [other for _, other in known]
+
+
+def fit(found: Pairs) -> tuple[Adapter, Float32]:
+    """Learn an adapter, and estimate each face by one that did not see its person."""
+    return fit_with_estimates(found.searched, found.second, found.persons, seed=_SEED)
+
+
+def fill_by_adapter(store: Store, collection: str, adapter: Adapter, *, quiet: bool = False) -> Filled:
+    """Give every face without a second vector an estimate, which gives way to a vector of its own."""
+    migration, done = _migration(store, collection), Filled()
+    progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
+    while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
+        rows: dict[int, Mapping[int, Float32]] = {}
+        for person, faces in page:
+            with suppress(NotFoundError):  # deleted meanwhile
+                found = store.face_vectors(collection, person.id)
+                own = {face: found[face].searched for face in faces if face in found}
+                rows[person.id] = dict(zip(own, adapter(np.stack([*own.values()])), strict=True)) if own else {}
+        count = store.put_second_vectors(collection, rows, migration.contract_id, estimated=True)
+        done.estimated += count
+        progress.advance(count)
+    progress.finish()
+    return done
+
+
+def _migration(store: Store, collection: str) -> Migration:
+    found = store.migration(collection)
+    if found is None:
+        raise DataError(f"{collection} is not being moved to another model; begin a migration")
+    return found

@@ -1,0 +1,164 @@
+"""The steps of a move to another model, as the command and the service take them: judge, cut over, roll back, finish.
+
+plsc.gallery.second_space says what each does to the store, plsc.gallery.migration.filling what comes before them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
+from plsc.gallery.migration.filling import fit, pairs
+from plsc.gallery.migration.judgement import Judgement, judge
+from plsc.gallery.store import Store
+from plsc.gallery.values import Migration
+
+MAX_LOSS = 0.01  # of the true accept rate
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a collection's move is.
+
+    Attributes:
+        collection: its name.
+        contract_id: of the model whose vectors are searched.
+        second_contract_id: of the other one: the new model's until the cut-over, then the former one's.
+        began: ISO 8601, UTC.
+        is_cut_over: the new model's vectors are searched.
+        is_paused: the service fills the second space no further.
+        faces: in the collection.
+        lacking: of them, those without a vector in the second space.
+        estimated: those that have an adapter's estimate there.
+        thresholds: cosines of the same false-match rate, by contract id; empty until the move was judged by one.
+        judgement: :meth:`plsc.gallery.migration.judgement.Judgement.to_dict`; None until the move was judged.
+    """
+
+    collection: str
+    contract_id: str
+    second_contract_id: str
+    began: str
+    is_cut_over: bool
+    is_paused: bool
+    faces: int
+    lacking: int
+    estimated: int
+    thresholds: dict[str, float]
+    judgement: dict[str, Any] | None
+
+
+def require_migration(store: Store, collection: str) -> Migration:
+    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
+    found = store.migration(collection)
+    if found is None:
+        raise NotFoundError(f"{collection} is not being moved to another model; begin a migration")
+    return found
+
+
+def status(store: Store, collection: str) -> Status:
+    """Return how far the move of a collection is."""
+    migration, info = require_migration(store, collection), store.collection(collection)
+    lacking, estimated = store.count_second(collection)
+    return Status(
+        collection=collection,
+        contract_id=info.contract_id,
+        second_contract_id=migration.contract_id,
+        began=migration.began,
+        is_cut_over=migration.is_cut_over,
+        is_paused=bool(migration.details.get("paused", False)),
+        faces=info.faces,
+        lacking=lacking,
+        estimated=estimated,
+        thresholds=dict(migration.details.get("thresholds", {})),
+        judgement=migration.details.get("judgement"),
+    )
+
+
+def set_paused(store: Store, collection: str, paused: bool) -> None:
+    """Let the service fill the second space no further, or go on."""
+    details = {**require_migration(store, collection).details, "paused": paused}
+    store.set_migration_details(collection, details)
+
+
+def judge_move(store: Store, collection: str, threshold: float | None) -> Judgement:
+    """Judge a move by people who have vectors of both models, and store what was found with the new threshold.
+
+    Args:
+        store: holds the collection.
+        collection: its name.
+        threshold: the service's, a cosine of the present model; None: the one of a false-match rate of 1e-3.
+
+    Raises:
+        ConflictError: the collection is cut over.
+        DataError: fewer than ten people have two faces with both vectors.
+    """
+    migration, info = require_migration(store, collection), store.collection(collection)
+    if migration.is_cut_over:
+        raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
+    found = pairs(store, collection)
+    estimated = fit(found)[1] if store.count_second(collection)[1] else None
+    judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
+    thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
+    if threshold is None:  # who judges nobody by one today does not tomorrow
+        thresholds = {}
+    known = {**require_migration(store, collection).details, "thresholds": thresholds}
+    store.set_migration_details(collection, {**known, "judgement": judgement.to_dict()})
+    return judgement
+
+
+def cut_over(store: Store, collection: str, threshold: float | None, max_loss: float = MAX_LOSS) -> Status:
+    """Let searches read the new model's vectors, unless that loses more than ``max_loss`` of the true accepts.
+
+    Args:
+        store, collection, threshold: as for :func:`judge_move`.
+        max_loss: of the share of a person's pairs that match; 1 cuts over also what cannot be judged.
+
+    Raises:
+        UsageError: it loses more, or cannot be judged.
+        ConflictError: faces lack a vector of the new model.
+    """
+    migration = require_migration(store, collection)
+    if not migration.is_cut_over:
+        try:
+            judgement = judge_move(store, collection, threshold)
+        except DataError as error:
+            if max_loss < 1:
+                raise UsageError(f"{error}; or cut over without a judgement: a maximal loss of 1") from None
+        else:
+            if judgement.refuses(max_loss):
+                raise UsageError(
+                    f"the move loses {judgement.loss:.4f} of the true accept rate, more than {max_loss:g}; "
+                    "take another model, send pictures again, or allow a larger loss"
+                )
+        store.exchange_spaces(collection, migration.contract_id)
+    return status(store, collection)
+
+
+def roll_back(store: Store, collection: str) -> Status:
+    """Let searches read the former model's vectors again, with all that was enrolled and deleted since."""
+    migration = require_migration(store, collection)
+    if migration.is_cut_over:
+        store.exchange_spaces(collection, migration.contract_id)
+    return status(store, collection)
+
+
+def finish(store: Store, collection: str) -> dict[str, float]:
+    """Delete the former model's vectors; returns the thresholds that the move found, by contract id.
+
+    Raises:
+        ConflictError: the collection is not cut over.
+    """
+    migration = require_migration(store, collection)
+    if not migration.is_cut_over:
+        raise ConflictError(
+            f"{collection} is not cut over: searches read the former model's vectors; cut over, or cancel"
+        )
+    store.end_migration(collection, migration.contract_id)
+    return dict(migration.details.get("thresholds", {}))
+
+
+def cancel(store: Store, collection: str) -> None:
+    """Delete the new model's vectors; :class:`ConflictError` if they are searched."""
+    migration = require_migration(store, collection)
+    if migration.is_cut_over:
+        raise ConflictError(f"{collection} is cut over: searches read the new model's vectors; roll back, or finish")
+    store.end_migration(collection, migration.contract_id)

@@ -1,0 +1,122 @@
+"""``plsc gallery migrate``: the steps of a move in a store that no service has open."""
+
+from pathlib import Path
+from typing import Any
+
+from plsc.embedding.embedder import Embedder, contract_of
+from plsc.errors import ConflictError, UsageError
+from plsc.gallery.migration import filling, moving
+from plsc.gallery.migration.filling import Filled
+from plsc.gallery.sqlite import SNAPSHOTS
+from plsc.gallery.store import Store
+from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.progress import counted, show
+
+
+def fill(
+    store: Store, collection: str, embedder: Embedder, *, flip: bool, thumbnails: Path | None, adapter: bool
+) -> dict[str, Any]:
+    """Begin to move a collection to a model, or go on: embed the kept pictures, and estimate the rest where asked to.
+
+    Args:
+        store: holds the collection.
+        collection: its name.
+        embedder: the new model.
+        flip: average over each picture and its mirror image, as the service that will serve it does.
+        thumbnails: the folder of the kept pictures; None: there is none.
+        adapter: give faces without a picture an estimate.
+
+    Raises:
+        ConflictError: it is being moved to another model, or is cut over.
+        DataError: too few faces have both vectors for an adapter.
+        StorageError: there is no room.
+    """
+    contract_id, found = contract_of(embedder, flip), store.migration(collection)
+    if found is None:
+        faces = store.collection(collection).faces
+        needed = filling.check_room(store, faces, embedder.embedding_dim)
+        show(f"{collection}: vectors of {counted(faces, 'face')} will take up to {needed:,} bytes of disk")
+        store.begin_migration(collection, embedder.embedding_dim, contract_id)
+    elif found.is_cut_over:
+        raise ConflictError(f"{collection} is cut over: searches read the new model's vectors; finish, or roll back")
+    elif found.contract_id != contract_id:
+        raise ConflictError(
+            f"{collection} is being moved to the contract {found.contract_id}, and this model's is {contract_id}; name "
+            "that model, or cancel"
+        )
+    pictures = ThumbnailStore(store, thumbnails, keep=False)
+    done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.contents)
+    if adapter and store.count_second(collection)[0]:
+        learned, _ = filling.fit(filling.pairs(store, collection))
+        done.estimated = filling.fill_by_adapter(store, collection, learned).estimated
+    _tell(done)
+    return vars(done)
+
+
+def _tell(done: Filled) -> None:
+    parts = [f"{counted(done.filled, 'face')} embedded"]
+    parts += [f"{done.estimated:,} estimated"] if done.estimated else []
+    parts += [f"{done.without_picture:,} without a picture"] if done.without_picture else []
+    show(", ".join(parts))
+
+
+def report(store: Store, collection: str, threshold: float | None, plot: Path | None) -> dict[str, Any]:
+    """Judge a move, print the table, and write the curves as a picture where ``plot`` names one."""
+    judgement = moving.judge_move(store, collection, threshold)
+    show(judgement.table())
+    if plot is not None:
+        from plsc.evaluation.report import roc_figure
+
+        roc_figure(judgement.curves, plot)
+        show(f"curves: {plot}")
+    return judgement.to_dict()
+
+
+def cut_over(store: Store, collection: str, threshold: float | None, max_loss: float) -> dict[str, Any]:
+    """Cut a collection over to the new model."""
+    found = moving.cut_over(store, collection, threshold, max_loss)
+    new = found.thresholds.get(found.contract_id)
+    judged = "" if new is None else f" and --threshold {new:.4f}"
+    show(f"{collection}: serve it with the new model{judged}; --next-model with the former one keeps both up to date")
+    return vars(found)
+
+
+def finish(store: Store, collection: str, folder: Path | None) -> dict[str, Any]:
+    """Delete the former model's vectors from every file of a store but its snapshots, which are counted."""
+    thresholds = moving.finish(store, collection)
+    store.compact(collection)
+    kept = len([*(folder / SNAPSHOTS).glob("[!.]*")]) if folder is not None else 0
+    told = f"; {counted(kept, 'snapshot')} may hold them still: delete those taken before" if kept else ""
+    show(f"{collection}: the former model's vectors are gone from the store's files{told}")
+    return {"thresholds": thresholds, "snapshots": kept}
+
+
+def cancel(store: Store, collection: str) -> dict[str, Any]:
+    """Delete the new model's vectors from every file but snapshots."""
+    moving.cancel(store, collection)
+    store.compact(collection)
+    show(f"{collection}: the new model's vectors are gone from the store's files")
+    return {}
+
+
+def tell_status(store: Store, collection: str) -> dict[str, Any]:
+    """Print and return how far a move is."""
+    found = moving.status(store, collection)
+    if found.is_cut_over:
+        show(f"{collection}: cut over to {found.contract_id}; {found.second_contract_id} is kept to roll back to")
+    elif found.lacking:
+        show(
+            f"{collection}: {found.lacking:,} of {counted(found.faces, 'face')} have no vector of the new model: send "
+            "their pictures to a service (--next-model), estimate them (--adapter), or delete them"
+        )
+    else:
+        rest = f", {found.estimated:,} of them estimated" if found.estimated else ""
+        show(f"{collection}: all of {counted(found.faces, 'face')} have vectors of both models{rest}; judge: --report")
+    return {name: value for name, value in vars(found).items() if name != "judgement"}
+
+
+def require_model(path: str | None) -> str:
+    """Return the new model's file; :class:`UsageError` if none was named."""
+    if path is None:
+        raise UsageError("name the new model: --to FILE")
+    return path
