@@ -46,7 +46,16 @@ Float32 = npt.NDArray[np.float32]
 @contextmanager
 def serving(store: Path, model: Path, *options: str) -> Iterator[Client]:
     """A service of its own process, and a client."""
-    command = [str(Path(sys.executable).with_name("plsc")), "serve", "--model", str(model), "--store", str(store), "--port", "0"]
+    command = [
+        str(Path(sys.executable).with_name("plsc")),
+        "serve",
+        "--model",
+        str(model),
+        "--store",
+        str(store),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -16,7 +16,7 @@ from plsc.errors import DataError, UsageError, first_line
 from plsc.files import read_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.train.checkpoint import CHECKPOINTS, find_checkpoints
-from plsc.train.stored_table import WEIGHT, open_table, class_names
+from plsc.train.stored_table import WEIGHT, class_names, open_table
 from plsc.train.table_file import TableFile
 
 
