@@ -76,6 +76,7 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
         for path in live.folder.parent.glob(f"thumbnails/*/*/{person['id']}-*"):
             path.unlink()
     assert live.ask("POST", "/v1/migrations", {"collection": "staff"}, by="writer").status_code == 403
+    assert live.ask("GET", "/v1/info").json()["next_model"] == NEW
     begun = live.ask("POST", "/v1/migrations", {"collection": "staff"})
     assert (begun.status_code, begun.json()["second_contract_id"], begun.json()["contract_id"]) == (201, NEW, CONTRACT)
     assert live.ask("POST", "/v1/migrations", {"collection": "staff"}).status_code == 409
@@ -83,7 +84,11 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
     now = until_lacking(live, 5)
     assert (now["faces"], now["lacking"], now["estimated"], now["is_cut_over"]) == (2 * PERSONS + 1, 5, 0, False)
     missing = live.ask("GET", "/v1/migrations/staff/missing").json()
-    assert [person["id"] for person in missing["persons"]] == [lost["id"], lost_too["id"], vector]
+    assert [(person["id"], person["name"]) for person in missing["persons"]] == [
+        (lost["id"], "p0"),
+        (lost_too["id"], "p2"),
+        (vector, None),
+    ]
     sent = {"faces": [image_input(picture(seed)) for seed in (1, 0, 77)]}
     again = live.ask("POST", f"/v1/migrations/staff/persons/{lost['id']}/pictures", sent)
     assert again.json() == {"faces": [face["id"] for face in lost["faces"]]}, "each is known, the stranger's is not"
@@ -168,7 +173,8 @@ def test_the_client_moves_a_collection(live: Live) -> None:
         begun = client.begin_migration("staff")
         assert client.migrations()[0]["began"] == begun["began"]
         until_lacking(live, 1)
-        assert list(client.missing("staff")) == [{"id": lone.id, "external_id": "E-1", "faces": list(lone.faces)}]
+        missing = {"id": lone.id, "external_id": "E-1", "name": None, "faces": list(lone.faces)}
+        assert list(client.missing("staff")) == [missing]
         assert client.migrate("staff", "pause")["is_paused"]
         assert client.send_pictures("staff", people[0].id, [picture(1)]) == [people[0].faces[1]]
         with pytest.raises(ServerError, match=r"1 faces of staff have no vector of that model") as refused:
@@ -188,6 +194,7 @@ def test_the_client_moves_a_collection(live: Live) -> None:
 def test_a_service_without_a_next_model_says_so(tmp_path: Path) -> None:
     with live_service(tmp_path / "serve") as live:
         live.collection("staff")
+        assert live.ask("GET", "/v1/info").json()["next_model"] is None
         answer = live.ask("POST", "/v1/migrations", {"collection": "staff"})
         assert (answer.status_code, "start it with --next-model FILE" in answer.text) == (400, True)
         assert live.ask("GET", "/v1/migrations/staff").status_code == 404

@@ -77,6 +77,7 @@ class MissingPerson(BaseModel):
 
     id: int
     external_id: str | None
+    name: str | None
     faces: list[int]
 
 
@@ -156,7 +157,9 @@ async def list_missing(
 ) -> MissingView:
     """Persons with faces that have no vector of their own by the other model: send their pictures again."""
     found = await service.in_store(service.store.lacking, collection, after=after, limit=limit, estimated=True)
-    shown = [MissingPerson(id=one.id, external_id=one.external_id, faces=list(faces)) for one, faces in found]
+    shown = [
+        MissingPerson(id=one.id, external_id=one.external_id, name=one.name, faces=list(faces)) for one, faces in found
+    ]
     return MissingView(persons=shown, next=shown[-1].id if len(shown) == limit else None)
 
 

@@ -49,12 +49,14 @@ class Info(BaseModel):
     """The service: its model, threshold and limits, and what the caller may do.
 
     ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
-    ``item`` and ``items`` name one and many of what collections hold. ``audit_head`` is the audit log's newest line,
-    for admins of all collections: note it elsewhere to see cuts by it.
+    ``item`` and ``items`` name one and many of what collections hold. ``next_model`` is the contract id of the model
+    that collections can be moved to, null without one. ``audit_head`` is the audit log's newest line, for admins of all
+    collections: note it elsewhere to see cuts by it.
     """
 
     version: str
     model: ModelInfo
+    next_model: str | None
     threshold: float | None
     false_match_rate: float | None
     limits: LimitsInfo
@@ -119,6 +121,7 @@ async def info(service: Served) -> Info:
     return Info(
         version=__version__,
         model=model,
+        next_model=service.next_contract_id,
         threshold=settings.threshold,
         false_match_rate=settings.false_match_rate,
         limits=LimitsInfo(**limits),
