@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -47,12 +48,26 @@ class PixelEngine:
         return images_u8.flatten(1).float() - 127.5
 
 
+class ProjectedEngine(PixelEngine):
+    """Another model: a random projection of the same picture, which keeps cosines about."""
+
+    embedding_dim = 64
+    contract_id = "projected"
+
+    def __init__(self) -> None:
+        self._weight = torch.randn(3 * SIZE * SIZE, self.embedding_dim, generator=torch.Generator().manual_seed(0))
+
+    def run(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 -> (B, 64) float32."""
+        return super().run(images_u8) @ self._weight
+
+
 class PageService:
     """A service in a thread over a store of its own; it can be stopped, and started again at its address."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, *, next_engine: PixelEngine | None = None, **changes: Any) -> None:
         given = {"port": 0, "threshold": 0.5, "false_match_rate": 1e-3, "decode_processes": 1, "drain_seconds": 1.0}
-        self._folder = folder
+        self._folder, self._next = folder, next_engine
         self._settings = Settings(audit=folder / "audit.jsonl", **{**given, **changes})
         self.start()
         self.url = f"{self._server.address}/"
@@ -82,7 +97,8 @@ class PageService:
 
     def _load(self, metrics: Metrics) -> Service:
         embedder = Embedder(PixelEngine(), "models/pixels.safetensors")
-        return Service(embedder, open_store(self._folder / "store"), self._settings, metrics)
+        following = None if self._next is None else Embedder(self._next, "models/projected.safetensors")
+        return Service(embedder, open_store(self._folder / "store"), self._settings, metrics, next_embedder=following)
 
     def collection(self, name: str) -> str:
         """Make an empty collection; returns its name."""

@@ -89,7 +89,8 @@ function threshold({ threshold: own, false_match_rate: rate }) {
 }
 
 function collectionRow(one) {
-  const made = one.contract_id === state.info.model.contract_id ? "this one" : "another";
+  const { model, next_model: next } = state.info;
+  const made = { [model.contract_id]: "this one", ...(next === null ? {} : { [next]: "the next one" }) }[one.contract_id] ?? "another";
   const cells = [one.persons.toLocaleString("en"), one.faces.toLocaleString("en"), made, day(one.created)];
   return element("tr", {}, element("th", { scope: "row" }, isolated(one.name)), ...cells.map((text) => element("td", {}, text)));
 }

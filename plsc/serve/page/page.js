@@ -9,6 +9,7 @@ import { chosenFiles, droppedFiles } from "./folders.js";
 import { look, setUpHealth } from "./health.js";
 import { setUpManage } from "./manage.js";
 import { setUpMany } from "./many.js";
+import * as migration from "./migration.js";
 import * as person from "./person.js";
 import * as search from "./search.js";
 import { call, token } from "./service.js";
@@ -16,7 +17,7 @@ import { emit, isLocked, on, setLocked, state } from "./state.js";
 import { setUpThumbnails } from "./thumbnail.js";
 import { setUpWords } from "./words.js";
 
-const VIEWS = { search, compare, enrol, browse, service: {} };
+const VIEWS = { search, compare, enrol, browse, service: migration };
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const wanted = () => location.hash.slice(1);
 let current = null;
@@ -126,7 +127,7 @@ async function start() {
 }
 
 for (const setUp of [setUpWords, search.setUpSearch, compare.setUpCompare, enrol.setUpEnrol, browse.setUpBrowse, person.setUpPerson,
-  setUpThumbnails, setUpCollections, setUpManage, setUpMany, setUpTabs, setUpPictures, setUpToken]) setUp();
+  setUpThumbnails, setUpCollections, setUpManage, migration.setUpMigration, setUpMany, setUpTabs, setUpPictures, setUpToken]) setUp();
 setUpHealth(async () => {
   await load();
   await look();
