@@ -21,7 +21,9 @@ PERSONS, FACES = 12, 5  # an adapter is learned from fifty faces at the least
 @pytest.fixture
 def moving(serve: Any, tmp_path: Path) -> PageService:
     """A service with a next model, and a collection of which two persons have no kept picture."""
-    service = serve(next_engine=ProjectedEngine(), keep_thumbnails=True, thumbnails=tmp_path / "thumbnails")
+    service: PageService = serve(
+        next_engine=ProjectedEngine(), keep_thumbnails=True, thumbnails=tmp_path / "thumbnails"
+    )
     service.collection("staff")
     with httpx.Client(base_url=service.url, timeout=60) as client:
         for person in range(PERSONS):
@@ -87,7 +89,7 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
         expect(cells.nth(0)).to_contain_text(shown[0])
         expect(cells.nth(1)).to_have_text(f"{judgement['spaces'][space]['threshold']:.3f}")
         expect(cells.nth(2)).to_contain_text(shown[1])
-    low, high = (f"{100 * end:.1f}".replace("-", "−") for end in judgement["loss_interval"])  # noqa: RUF001
+    low, high = (f"{100 * end:.1f}".replace("-", "−") for end in judgement["loss_interval"])
     expect(page.locator("#migration-loss")).to_contain_text(f"percentage points (95%: {low} to {high})")
     for name in judgement["curves"]:
         points = page.locator(f"#migration-roc polyline.{name}").get_attribute("points")
@@ -110,7 +112,9 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     page.get_by_role("button", name="Finish…").click()
     page.get_by_label("Type staff to confirm").fill("staff")
     page.get_by_role("button", name="Delete permanently").click()
-    expect(page.locator("#migration-done")).to_have_text(re.compile(r"is moved\. Start .* --threshold 0\.\d+ next time"))
+    expect(page.locator("#migration-done")).to_have_text(
+        re.compile(r"is moved\. Start .* --threshold 0\.\d+ next time")
+    )
     expect(page.locator("#migration-there")).to_have_text("staff is of the next model already.")
     expect(page.locator("#migration-title")).to_be_focused()
 

@@ -16,9 +16,10 @@ const error = byId("migration-error");
 const done = byId("migration-done");
 const list = byId("migration-missing-list");
 const loss = byId("migration-max-loss");
-let migration = null;    // of the chosen collection; null while it is not being moved
+let migration;           // of the chosen collection; null while it is not being moved, undefined until that is known
 let missing = null;      // {persons, next}
 let looked = null;       // the collection that both are of
+let looks = 0;           // so far: the answer to an earlier one than the last comes too late
 let timer = null;
 let wait = SOON;
 let judged = "";         // the judgement that is drawn, as JSON
@@ -45,12 +46,12 @@ const STEPS = {
   estimate: {
     label: "Estimate", offered: () => isBefore(), now: () => migration.lacking > 0,
     told: () => `Gives ${words().faces} without a vector of the new model an estimate, learned from those that have both: 50 at the least, of ten ${words().many}. It is worse than a picture, and gives way to one.`,
-    doing: "Estimating…", done: () => `${countFaces(migration.estimated)} with an estimate.`,
+    doing: "Estimating…", done: (answer) => `${countFaces(answer.estimated)} with an estimate.`,
   },
   judge: {
     label: "Judge", offered: () => isBefore(), now: () => migration.lacking < migration.faces,
     told: () => `Measures what the move costs on ${words().many} of this collection, and finds the threshold with the same false-match rate. It takes ten ${words().many} with two ${words().faces}.`,
-    doing: "Judging…", done: () => `Judged by ${countItems(migration.judgement.persons)}.`,
+    doing: "Judging…", done: (answer) => `Judged by ${countItems(answer.judgement.persons)}.`,
   },
   "cut-over": {
     label: "Cut over…", offered: () => isBefore(), now: () => migration.lacking === 0 && loss.validity.valid && loss.value !== "",
@@ -99,18 +100,18 @@ export function shown() {
 
 async function look() {
   clearTimeout(timer);
-  const name = state.collection;
-  if (looked !== name) [looked, migration, missing] = [name, null, null];
+  looks += 1;
+  const [name, turn] = [state.collection, looks];
+  if (looked !== name) [looked, migration, missing] = [name, undefined, null];
   if (!isWatched() || name === null || !hasRole("admin")) return show();
   const before = migration?.lacking;
   await runWithErrors(byId("migration-lost"), async () => {
     const found = await ask(name);
     const without = found !== null && found.lacking + found.estimated > 0
       ? await call("GET", `${pathOf(name)}/missing?limit=${MISSING}`) : null;
-    if (looked === name) [migration, missing] = [found, without];
+    if (turn === looks) [migration, missing] = [found, without];
   });
-  if (looked !== name) return undefined;
-  clearTimeout(timer);   // another look may have ended meanwhile
+  if (turn !== looks) return undefined;
   wait = migration?.lacking === before ? Math.min(2 * wait, LATE) : SOON;
   if (fills()) timer = setTimeout(look, wait);
   return show();
@@ -118,7 +119,7 @@ async function look() {
 
 /** The migration of a collection, null where there is none; the list answers for those too without an error. */
 async function ask(name) {
-  if (migration === null) return (await call("GET", "v1/migrations")).migrations.find((one) => one.collection === name) ?? null;
+  if (!migration) return (await call("GET", "v1/migrations")).migrations.find((one) => one.collection === name) ?? null;
   try {
     return await call("GET", pathOf(name));
   } catch (trouble) {
@@ -155,6 +156,7 @@ async function take(name, button) {
     done.textContent = "";
     return;
   }
+  if (state.collection !== collection) return;   // another was chosen meanwhile
   error.hidden = true;   // of an earlier step
   await shown();
   done.textContent = step.done(answer);
@@ -175,12 +177,12 @@ function finishedText({ collection, contract_id: id, thresholds }) {
 }
 
 function show() {
-  const isShown = hasRole("admin") && state.collection !== null && (migration !== null || state.info.next_model !== null);
+  const isShown = hasRole("admin") && state.collection !== null && (Boolean(migration) || state.info.next_model !== null);
   byId("migration").hidden = !isShown;
   if (!isShown) return;
-  byId("migration-state").hidden = migration === null;
+  byId("migration-state").hidden = !migration;
   byId("migration-there").textContent = isThere() ? `${state.collection} is of the next model already.` : "";
-  if (migration !== null) showProgress();
+  if (migration) showProgress();
   showSteps();
   showMissing();
   showJudgement();
@@ -218,7 +220,7 @@ function showMissing() {
   byId("migration-missing").hidden = missing === null || missing.persons.length === 0;
   const { persons, next } = missing ?? { persons: [], next: null };
   byId("migration-missing-title").textContent = next === null ? `Missing: ${countItems(persons.length)}` : `Missing: the first ${countItems(persons.length)}`;
-  if (migration !== null) byId("migration-missing-hint").textContent = missingText();
+  if (migration) byId("migration-missing-hint").textContent = missingText();
   const rows = JSON.stringify(persons);
   if (list.dataset.rows === rows) return;   // drawn anew, it would lose the focus
   const focused = list.contains(document.activeElement) ? document.activeElement.id : null;
