@@ -241,7 +241,7 @@ def test_a_shipped_configuration_is_loaded_by_its_name(tmp_path: Path, monkeypat
     assert config.shipped() == [path.stem for path in RECIPES]
     assert config.load("fine_tune") == config.load("fine_tune.toml") == config.load(config.SHIPPED / "fine_tune.toml")
     with pytest.raises(
-        UsageError, match=r"mine\.toml does not exist.*shipped configuration: avatars_quickstart, cluster_avatars"
+        UsageError, match=r"mine\.toml does not exist.*shipped configuration: avatars_compatible, avatars_quickstart"
     ):
         config.load("mine.toml")
     (tmp_path / "fine_tune.toml").write_text("seed = 5")  # a file of the user's comes first

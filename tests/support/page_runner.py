@@ -224,6 +224,9 @@ class PageRun:
 
         if "--port" not in argv:
             argv = [*argv, "--port", str(self._port)]
+        # From the root: the service goes on when this process is in another folder again.
+        place = argv.index("--store") + 1
+        argv = [*argv[:place], str(Path(argv[place]).absolute()), *argv[place + 1 :]]
         while self._services:
             before, thread = self._services.pop()
             before.stop()
