@@ -49,7 +49,7 @@ Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] 
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection; ``created`` is ISO 8601, UTC."""
+    """A collection; ``created`` is ISO 8601, UTC; ``threshold`` that of its model, None where the server has none."""
 
     name: str
     dim: int
@@ -57,6 +57,7 @@ class Collection:
     persons: int
     faces: int
     created: str
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)

@@ -478,4 +478,25 @@ USING = (
         "nodes_to_exclude=names[layers[-1] :]",
         ("tests/embedding/test_onnx_deployment.py",),
     ),
+    Defect(
+        "a deleted face keeps its vector in the second space",
+        "plsc/gallery/sqlite/rows.py",
+        'for space in self._spaces():\n            self._forget("f.id = ?", faces, space)',
+        'for space in [self.stored.space]:\n            self._forget("f.id = ?", faces, space)',
+        ("tests/gallery/test_second_space.py",),
+    ),
+    Defect(
+        "an estimate replaces a face's own vector",
+        "plsc/gallery/second_space.py",
+        "kept = {face for face, second in known.items() if not second.is_estimated}",
+        "kept = set[int]()",
+        ("tests/gallery/test_second_space.py",),
+    ),
+    Defect(
+        "a query of the former model searches the new one's vectors",
+        "plsc/gallery/sqlite/store.py",
+        "check_query(state.info, contract_id)",
+        "check_query(state.info, None)",
+        ("tests/gallery/test_second_space.py",),
+    ),
 )

@@ -108,6 +108,9 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
     assert (now["is_cut_over"], now["contract_id"], now["second_contract_id"]) == (True, NEW, CONTRACT)
     answer = live.ask("POST", f"{place}/search", {"query": image_input(picture(201))}).json()
     assert (answer["contract_id"], answer["threshold"]) == (NEW, now["thresholds"][NEW])
+    shown = live.ask("GET", place).json()
+    assert (shown["contract_id"], shown["threshold"]) == (NEW, now["thresholds"][NEW])
+    assert live.ask("GET", "/v1/collections").json()["collections"] == [shown]
     assert found(live, 201) == (NEW, late["id"], pytest.approx(1.0, abs=1e-6))
     assert found(live, 0) == (NEW, lost["id"], pytest.approx(1.0, abs=1e-6)), "as a fresh enrolment: it was sent again"
     assert found(live, 9)[:2] == (NEW, people[4]["id"])
@@ -115,6 +118,7 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
     live.ask("DELETE", f"{place}/persons/{people[3]['id']}")
 
     assert step(live, "roll-back")["contract_id"] == CONTRACT
+    assert live.ask("GET", place).json()["threshold"] == 0.5
     assert found(live, 300) == (CONTRACT, since["id"], pytest.approx(1.0, abs=1e-6))
     assert found(live, 6)[1] != people[3]["id"]
     step(live, "finish", status=409)

@@ -32,9 +32,15 @@ export function hasRole(role) {
   return RANKS.indexOf(state.info?.role) >= RANKS.indexOf(role);
 }
 
+/** The service's threshold for the model of the chosen collection; null without any. */
+export function serviceThreshold() {
+  const chosen = state.collections.find((one) => one.name === state.collection);
+  return (chosen === undefined ? state.info?.threshold : chosen.threshold) ?? null;
+}
+
 /** The threshold that judges now: the tried one, or the service's; null without any. */
 export function threshold() {
-  return state.tried ?? state.info?.threshold ?? null;
+  return state.tried ?? serviceThreshold();
 }
 
 /** Whether `score` reaches the threshold, null without one; while none is tried, the service's own word `said` counts. */

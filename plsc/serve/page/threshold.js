@@ -2,7 +2,7 @@
 // A score says how alike two pictures are, never who somebody is: the words here are "possible match" and "below".
 
 import { element } from "./dom.js";
-import { emit, isMatch, on, state, threshold } from "./state.js";
+import { emit, isMatch, on, serviceThreshold, state, threshold } from "./state.js";
 import { words } from "./words.js";
 
 const STEP = 0.005;
@@ -21,7 +21,7 @@ export function thresholdSlider(host, name) {
   host.replaceChildren(element("div", { class: "threshold" }, head, element("div", { class: "track" }, slider, mark), own));
 
   const show = () => {
-    const [chosen, service] = [threshold(), state.info?.threshold ?? null];
+    const [chosen, service] = [threshold(), serviceThreshold()];
     slider.min = service !== null && service < 0 ? -1 : 0;
     slider.value = chosen ?? 0.5;
     slider.setAttribute("aria-valuetext", chosen === null ? "none chosen" : formatScore(chosen));
@@ -33,7 +33,7 @@ export function thresholdSlider(host, name) {
     back.textContent = service === null ? "Remove the threshold" : `Reset to ${formatScore(service)}`;
   };
   on("threshold", show);
-  on("info", show);
+  for (const name of ["info", "collection", "collections"]) on(name, show);
   show();
 }
 
@@ -51,7 +51,7 @@ const ALARMING = 0.01;   // share of strangers who would match, from which the n
  * false-match rate is that of the service's own threshold, and is one comparison's. A search makes one with every face.
  */
 export function showFalseMatches(place, faces) {
-  const rate = state.info?.false_match_rate ?? null;
+  const rate = falseMatchRate();
   const share = rate === null || state.tried !== null ? 0 : 1 - (1 - rate) ** faces;
   place.className = share >= ALARMING ? "warning" : "hint";
   place.textContent = share === 0 ? "" : falseMatchNote(share);
@@ -82,10 +82,13 @@ function attemptThreshold(value) {
 function explained(service) {
   if (state.info === null) return "";
   if (service === null) return "The service has no threshold. Move the slider to try one.";
-  const rate = state.info.false_match_rate;
+  const rate = falseMatchRate();
   const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of ${words().strangers} reaches it.` : "";
   return `The mark is the service's threshold, ${formatScore(service)}.${odds}`;
 }
+
+/** The rate that was measured of the service's threshold; null of that of another model. */
+const falseMatchRate = () => serviceThreshold() === state.info?.threshold ? state.info?.false_match_rate ?? null : null;
 
 const grouped = (number) => number.toLocaleString("en");
 

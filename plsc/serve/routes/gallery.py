@@ -8,11 +8,13 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from plsc.gallery.validation import COLLECTION_NAME
+from plsc.gallery.values import Collection
 from plsc.serve.access import current_caller
 from plsc.serve.changes import KEY_DESCRIBED
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import DELETED, BodyRoute, CollectionName, Served, requires
 from plsc.serve.schemas import Body, body_like
+from plsc.serve.service import Service, Spaces
 
 router = APIRouter(prefix="/v1/collections", route_class=BodyRoute, tags=["collections"])
 
@@ -24,7 +26,7 @@ class NewCollection(Body):
 
 
 class CollectionView(BaseModel):
-    """A collection."""
+    """A collection; ``threshold`` is that of its model, null where the service has none."""
 
     name: str
     dim: int
@@ -32,6 +34,7 @@ class CollectionView(BaseModel):
     persons: int
     faces: int
     created: str
+    threshold: float | None = None
 
 
 class CollectionsView(BaseModel):
@@ -53,7 +56,8 @@ async def list_collections(service: Served) -> CollectionsView:
     """All collections that the caller may know of, by name."""
     caller = current_caller()
     collections = await service.in_store(service.store.collections)
-    return CollectionsView(collections=[CollectionView(**asdict(one)) for one in collections if caller.sees(one.name)])
+    seen = [one for one in collections if caller.sees(one.name)]
+    return CollectionsView(collections=[await _view(service, one) for one in seen])
 
 
 @router.post("", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=KEY_DESCRIBED)
@@ -77,14 +81,21 @@ async def create_collection(
             service.forget(body.name)
             about = (body.name, service.embedder.embedding_dim, service.contract_id)
             created = await service.add(service.store.create_collection, *about, idempotent=claim.request(asdict))
-        return CollectionView(**asdict(created))
+        return await _view(service, created)
 
 
 @router.get("/{collection}", responses=error_responses(404))
 @requires("search")
 async def get_collection(collection: CollectionName, service: Served) -> CollectionView:
     """One collection."""
-    return CollectionView(**asdict(await service.in_store(service.store.collection, collection)))
+    return await _view(service, await service.in_store(service.store.collection, collection))
+
+
+async def _view(service: Service, info: Collection) -> CollectionView:
+    migration = None
+    if info.contract_id != service.contract_id:  # moved to the next model
+        migration = await service.in_store(service.store.migration, info.name)
+    return CollectionView(**asdict(info), threshold=service.settings_of(Spaces(info, migration)).threshold)
 
 
 @router.delete("/{collection}", **DELETED, responses=error_responses(404))
