@@ -27,7 +27,7 @@ MISTAKES = [
     ),
     ("bench head --contestants pfc", 2, "--contestants pfc: there is no such head; choose from floor, plsc, "),
     ("bench train --contestants pfc", 2, "--contestants pfc: there is no such loop; choose from plsc, "),
-    ("bench search --contestants annoy", 2, "--contestants annoy: there is no such search; choose from plsc, "),
+    ("bench search --contestants annoy", 2, "--contestants annoy: there is no such search; choose from plsc-int8, "),
     ("bench train --backbone r18", 2, "--backbone r18: choose from "),
     ("bench serve --form text", 2, "invalid choice: 'text'"),
     ("doctor --only lungs", 2, "invalid choice: 'lungs'"),

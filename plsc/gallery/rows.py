@@ -113,7 +113,8 @@ class Rows(ABC):
         """Return up to ``limit`` persons above ``after``, by id, of whom a face has no vector in the second space.
 
         Args:
-            after, limit: as for :meth:`page`.
+            after: an id.
+            limit: how many at most.
             estimated: return those with an estimate, too.
         """
         raise NotImplementedError

@@ -400,14 +400,14 @@ TRAINING = (
     ),
     Defect(
         "a class that takes a removed one's place leaves its momentum behind",
-        "plsc/head/dynamic_head.py",
-        "        for tensor in table.row_tensors():\n            tensor[to_rows(targets)]",
-        "        for tensor in table.row_tensors()[:2]:\n            tensor[to_rows(targets)]",
+        "plsc/head/dense_rows.py",
+        "        for tensor in tensors:\n            tensor[to] = tensor[of]",
+        "        for tensor in tensors[:2]:\n            tensor[to] = tensor[of]",
         ("tests/head/test_dynamic_head.py",),
     ),
     Defect(
         "the last bits of a first row tell which rank brought it",
-        "plsc/head/dynamic_head.py",
+        "plsc/head/first_rows.py",
         "key=lambda i: (of_sample[i], vectors[i].tobytes()))",
         "key=lambda i: of_sample[i])",
         ("tests/head/test_dynamic_head.py",),

@@ -155,7 +155,7 @@ USING = (
     ),
     Defect(
         "a face is deleted whatever revision was asked for",
-        "plsc/gallery/store.py",
+        "plsc/gallery/rows.py",
         "            precondition.check(owner)\n",
         "            pass\n",
         ("tests/gallery/test_store_repeatable.py",),
@@ -233,8 +233,8 @@ USING = (
     Defect(
         "a caller gets as many matches as another one asked for",
         "plsc/serve/batching.py",
-        "groups[search.collection, search.k, search.threshold, matching].append(index)",
-        "groups[search.collection, search.threshold, matching].append(index)",
+        "groups[search.collection, search.contract_id, search.k, search.threshold, matching].append(index)",
+        "groups[search.collection, search.contract_id, search.threshold, matching].append(index)",
         ("tests/serve/test_batching.py",),
     ),
     Defect(
@@ -404,7 +404,7 @@ USING = (
     Defect(
         "two enrolments at the same moment both find nobody known",
         "plsc/serve/enrolment.py",
-        "return service.enrolling.setdefault(collection, asyncio.Lock())",
+        "return service.enrolling.setdefault(spaces.info.name, asyncio.Lock())",
         "return asyncio.Lock()",
         ("tests/serve/test_known.py",),
     ),

@@ -237,7 +237,16 @@ class CountingStore:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, Any]] = []
 
-    def search(self, collection: str, queries: Any, *, k: int = 10, threshold: float = -1.0, filter: Any = None) -> Any:
+    def search(
+        self,
+        collection: str,
+        queries: Any,
+        *,
+        k: int = 10,
+        threshold: float = -1.0,
+        filter: Any = None,
+        contract_id: str | None = None,
+    ) -> Any:
         self.calls.append((collection, len(queries), k, filter))
         if collection == "lost":
             raise UsageError("lost")
@@ -344,5 +353,5 @@ def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tm
 
         failed, known = asyncio.run(scenario())
         assert [isinstance(one, Exception) for one in failed] == [True] * 20
-        assert [one.name for one in known] == ["crowd"] * 20
+        assert [one.info.name for one in known] == ["crowd"] * 20
         assert len(asked) == 2

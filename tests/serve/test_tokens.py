@@ -31,11 +31,12 @@ _NAMES: dict[str | None, str] = {
     "read": "list_persons get_person get_person_by_external_id get_thumbnail",
     "write": "create_collection compact_collection add_persons put_person update_person delete_person "
     "delete_person_by_external_id add_faces delete_face",
-    "admin": "delete_collection list_snapshots take_snapshot delete_snapshot",
+    "admin": "delete_collection list_snapshots take_snapshot delete_snapshot list_migrations begin_migration "
+    "get_migration list_missing send_pictures estimate judge pause resume cut_over roll_back finish cancel",
 }
 NEEDED = {name: role for role, names in _NAMES.items() for name in names.split()}
 NEEDED_RIGHTS = {"embeddings": "embeddings", "infer": "embeddings", "version_infer": "embeddings"}
-FOR_ALL_COLLECTIONS = {"create_collection", "list_snapshots", "take_snapshot", "delete_snapshot"}
+FOR_ALL_COLLECTIONS = {"create_collection", "list_snapshots", "take_snapshot", "delete_snapshot", "begin_migration"}
 SEEN = {"all": None, "own": ["c"], "other": ["staff", "guests"]}
 
 

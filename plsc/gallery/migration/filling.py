@@ -56,6 +56,14 @@ class Filled:
     without_picture: int = 0
 
 
+def require_migration(store: Store, collection: str) -> Migration:
+    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
+    found = store.migration(collection)
+    if found is None:
+        raise NotFoundError(f"{collection} is not being moved to another model; begin a migration")
+    return found
+
+
 def check_room(store: Store, faces: int, dim: int) -> int:
     """Return the bytes of disk that a second space takes; :class:`StorageError` if a folder's disk has fewer free."""
     needed = faces * (2 * 4 * dim + 64)  # the rows, and the segment that a cut-over writes of them
@@ -101,7 +109,7 @@ def fill_from_pictures(
         go_on: asked before every batch; False ends the filling.
         quiet: print no progress.
     """
-    migration, done = _migration(store, collection), Filled()
+    migration, done = require_migration(store, collection), Filled()
     lacking, estimated = store.count_second(collection)
     progress = Progress("fill", lacking + estimated, "faces", quiet=quiet)
     after = 0
@@ -151,7 +159,7 @@ def assign_pictures(store: Store, collection: str, person: Person, searched: Flo
             if picture @ vector >= _SAME:
                 assigned[face] = other
     if assigned:
-        store.put_second_vectors(collection, {person.id: assigned}, _migration(store, collection).contract_id)
+        store.put_second_vectors(collection, {person.id: assigned}, require_migration(store, collection).contract_id)
     return sorted(assigned)
 
 
@@ -165,7 +173,7 @@ def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
         )
         if len(several) >= most:
             break
-    info, migration = store.collection(collection), _migration(store, collection)
+    info, migration = store.collection(collection), require_migration(store, collection)
     rows = (several + single)[:most]
     return Pairs(
         np.array([row[0] for row in rows], dtype=np.float32).reshape(-1, info.dim),
@@ -191,7 +199,7 @@ def fit(found: Pairs) -> tuple[Adapter, Float32]:
 
 def fill_by_adapter(store: Store, collection: str, adapter: Adapter, *, quiet: bool = False) -> Filled:
     """Give every face without a second vector an estimate, which gives way to a vector of its own."""
-    migration, done = _migration(store, collection), Filled()
+    migration, done = require_migration(store, collection), Filled()
     progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
     while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
         rows: dict[int, Mapping[int, Float32]] = {}
@@ -205,10 +213,3 @@ def fill_by_adapter(store: Store, collection: str, adapter: Adapter, *, quiet: b
         progress.advance(count)
     progress.finish()
     return done
-
-
-def _migration(store: Store, collection: str) -> Migration:
-    found = store.migration(collection)
-    if found is None:
-        raise DataError(f"{collection} is not being moved to another model; begin a migration")
-    return found

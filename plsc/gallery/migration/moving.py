@@ -6,11 +6,10 @@ plsc.gallery.second_space says what each does to the store, plsc.gallery.migrati
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
-from plsc.gallery.migration.filling import fit, pairs
+from plsc.errors import ConflictError, DataError, UsageError
+from plsc.gallery.migration.filling import fit, pairs, require_migration
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
-from plsc.gallery.values import Migration
 
 MAX_LOSS = 0.01  # of the true accept rate
 
@@ -44,14 +43,6 @@ class Status:
     estimated: int
     thresholds: dict[str, float]
     judgement: dict[str, Any] | None
-
-
-def require_migration(store: Store, collection: str) -> Migration:
-    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
-    found = store.migration(collection)
-    if found is None:
-        raise NotFoundError(f"{collection} is not being moved to another model; begin a migration")
-    return found
 
 
 def status(store: Store, collection: str) -> Status:
@@ -109,7 +100,9 @@ def cut_over(store: Store, collection: str, threshold: float | None, max_loss: f
     """Let searches read the new model's vectors, unless that loses more than ``max_loss`` of the true accepts.
 
     Args:
-        store, collection, threshold: as for :func:`judge_move`.
+        store: holds the collection.
+        collection: its name.
+        threshold: as for :func:`judge_move`.
         max_loss: of the share of a person's pairs that match; 1 cuts over also what cannot be judged.
 
     Raises:

@@ -356,7 +356,8 @@ class SqliteRows(Rows):
         """Return up to ``limit`` persons above ``after`` with a face that has no vector in the second space.
 
         Args:
-            after, limit: as for :meth:`page`.
+            after: an id.
+            limit: how many at most.
             estimated: return those with an estimate, too.
         """
         assert self.second is not None, "it was checked"
