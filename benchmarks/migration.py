@@ -39,6 +39,7 @@ from plsc.gallery.backends import opened_store
 
 GALLERY = "people"
 FMR = 1e-3
+MEASURED = ("rows", "equal_rows", "least_cosine", "estimated", "searches", "wrong", "slowest_search_s", "fill_s", "cut_over_s")
 SAME = 0.98  # a score of one picture with itself, decoded twice
 Float32 = npt.NDArray[np.float32]
 
@@ -184,8 +185,8 @@ def play(args: Any, folder: Path) -> Iterator[dict[str, Any]]:
     with serving(folder / "fresh", args.new) as client:
         enrol(client, [*people, *late])
     fresh, owners = rows_of(folder / "fresh")
-    yield {"way": "old model", "tar": old}
-    yield {"way": "fresh enrolment", "tar": tar(fresh, owners)}
+    yield {"way": "old model", "tar": old, **dict.fromkeys(MEASURED)}
+    yield {"way": "fresh enrolment", "tar": tar(fresh, owners), **dict.fromkeys(MEASURED)}
     for way in args.ways:
         figures = move(args, way, folder / way, people, late)
         rows, persons = rows_of(folder / way)
