@@ -259,6 +259,7 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert migrate(store, "--finish") == 2
     assert "is not cut over" in capsys.readouterr().err
     assert migrate(store, "--cut-over", "--max-loss", 1) == 0
+    assert "serve it with the new model and --threshold" in capsys.readouterr().out, "by the threshold given before"
     assert migrate(store, "--finish") == 0
     assert "the former model's vectors are gone from the store's files" in capsys.readouterr().out
     assert main(["gallery", "check", str(store)]) == 0

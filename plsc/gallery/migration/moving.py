@@ -76,7 +76,8 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
     Args:
         store: holds the collection.
         collection: its name.
-        threshold: the service's, a cosine of the present model; None: the one of a false-match rate of 1e-3.
+        threshold: the service's, a cosine of the present model; None: the one that it was judged by before, else that
+            of a false-match rate of 1e-3.
 
     Raises:
         ConflictError: the collection is cut over.
@@ -85,6 +86,8 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
     migration, info = require_migration(store, collection), store.collection(collection)
     if migration.is_cut_over:
         raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
+    if threshold is None:
+        threshold = migration.details.get("thresholds", {}).get(info.contract_id)
     found = pairs(store, collection)
     estimated = fit(found)[1] if store.count_second(collection)[1] else None
     judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
