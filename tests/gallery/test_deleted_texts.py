@@ -231,3 +231,29 @@ def test_a_long_read_puts_the_exchange_off_and_others_do_not_wait_for_it(
     assert texts_in(store.folder) == people.texts
     store.check()
     store.close()
+
+
+def test_a_disk_that_is_full_at_the_exchange_closes_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "store")
+    store.create_collection("people", 8, "m")
+    gone, kept = store.add_persons("people", [NewPerson(faces(1)), NewPerson(faces(1, 1))], "m")
+    store.delete_person("people", gone.id)
+    connect, is_full = database._connect, True
+
+    def full(path: Path) -> database.StoreConnection:
+        # Readers connect at other moments; the exchange has closed all connections.
+        if is_full and not rewriting.new_path(path).exists():
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return connect(path)
+
+    monkeypatch.setattr(database, "_connect", full)
+    store.compact()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="disk is full; nothing was changed: make room"):
+            store.add_persons("people", [NewPerson(faces(1, 2))], "m")
+    is_full = False
+    (late,) = store.add_persons("people", [NewPerson(faces(1, 2))], "m")
+    assert [person.id for person in store.persons("people")] == [kept.id, late.id]
+    store.close()

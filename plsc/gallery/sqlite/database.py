@@ -148,6 +148,7 @@ class Database:
         self._idle: queue.LifoQueue[StoreConnection] = queue.LifoQueue()
         self._thread = threading.local()  # "stop": when this thread's reading ends; "reads": how many it has
         self._reads, self._exchanging = 0, False
+        self._has_writer = True
         self._gate = threading.Condition()
         with translate_errors(path):
             _create_private(path)
@@ -211,6 +212,7 @@ class Database:
         """Run a transaction: committed and synced to disk after the block, rolled back if anything in it fails."""
         with translate_errors(self.path):
             self._require_open()
+            self._require_writer()
             self.codec.begin()
             try:
                 with self._writer:  # commits, or rolls back
@@ -225,6 +227,7 @@ class Database:
     def truncate_log(self) -> None:
         """Checkpoint the write-ahead log into the file and truncate it: neither then holds superseded pages."""
         with translate_errors(self.path):
+            self._require_writer()
             busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if busy:
             raise StorageError(f"{self.path}: a long read keeps the write-ahead log in use; try again later")
@@ -256,8 +259,9 @@ class Database:
                     os.close(former)  # before SQLite has locks on the file, which this would undo
                     raise
             finally:
-                self._writer = _connect(self.file)
-                self._writer.codec = self.codec
+                self._has_writer = False
+                with suppress(sqlite3.Error):  # on a full disk: the next to write connects, or says so
+                    self._require_writer()
         return former
 
     @contextmanager
@@ -300,6 +304,13 @@ class Database:
         while not self._idle.empty():
             self._idle.get_nowait().close()
         self._writer.close()
+
+    def _require_writer(self) -> None:
+        """Connect again for writing where that failed after an exchange; called under the write lock."""
+        if not self._has_writer:
+            self._writer = _connect(self.file)
+            self._writer.codec = self.codec
+            self._has_writer = True
 
     def _require_open(self) -> None:
         if self._closed:
