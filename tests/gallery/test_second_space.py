@@ -3,6 +3,7 @@
 The oracle is a dict of what each face's two vectors are, searched in float64.
 """
 
+import errno
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,10 @@ import pytest
 import torch
 from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, content_of, everyone, faces, units
 
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
+from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.migration.filling import fill_from_pictures
+from plsc.gallery.sqlite import compaction
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson, Person
@@ -265,6 +267,36 @@ def folder(request: pytest.FixtureRequest, servers: Servers) -> Iterator[tuple[K
 def files_with_vectors(store: Store, needles: list[bytes]) -> list[str]:
     assert store.folder is not None
     return [name for name, content in content_of(store.folder).items() if any(one in content for one in needles)]
+
+
+@pytest.mark.parametrize("cause", ["a full disk", "an enrolment meanwhile"])
+def test_an_exchange_that_fails_leaves_the_store_as_it_was(
+    folder: tuple[Kit, Store, Faces], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, known = folder
+    store.compact()
+    build = compaction.Compactor.build_segment
+
+    def failing(compactor: compaction.Compactor, number: int, *, second: bool = False) -> Any:
+        rebuilt = build(compactor, number, second=second)
+        if second and cause == "a full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if second:
+            known.enrol(1, both=False)
+        return rebuilt
+
+    monkeypatch.setattr(compaction.Compactor, "build_segment", failing)
+    with pytest.raises((StorageError, ConflictError), match=r"No space left|1 faces of people have no vector"):
+        store.exchange_spaces(GALLERY, NEW)
+    monkeypatch.setattr(compaction.Compactor, "build_segment", build)
+    known.enrol(1, both=True)
+    known.agree()
+    store.compact()
+    known.agree()
+    known.fill()
+    store.exchange_spaces(GALLERY, NEW)
+    known.agree()
+    assert store.check()["faces"] == len(known.known)
 
 
 def test_both_vectors_of_the_deleted_leave_every_file(folder: tuple[Kit, Store, Faces]) -> None:

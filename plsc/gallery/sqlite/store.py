@@ -26,13 +26,14 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from plsc.errors import StorageError, UsageError
+from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.rows import Change
 from plsc.gallery.second_space import must_exchange
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
-from plsc.gallery.sqlite.compaction import Compactor
+from plsc.gallery.sqlite.compaction import Compactor, Rebuilt
 from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
@@ -238,21 +239,33 @@ class SqliteStore(Store):
             with self._reading(collection) as rows:
                 if not must_exchange(rows, contract_id):
                     return self.collection(collection)
-            rebuilt = self._compactor.build_segment(self._state(collection).number, second=True)
-            if rebuilt is None:
-                raise no_collection(collection)
-            with self._write_lock:
-                self._reserve.require()
-                former = self._state(collection)
-                with self._numbered() as db:
-                    must_exchange(SqliteRows(db, former.number, former.info), contract_id)
-                    state = self._compactor.exchange_spaces(former, rebuilt, db)
-                state.next_expiry, state.deleted_at = former.next_expiry, former.deleted_at
-                former.deleted = True
-                self._states = {**self._states, collection: state}
+            former = self._state(collection)
+            try:
+                with storage_errors(self.folder / COLLECTIONS):
+                    rebuilt = self._compactor.build_segment(former.number, second=True)
+                    if rebuilt is None:
+                        raise no_collection(collection)
+                    state = self._exchange_with(rebuilt, collection, contract_id)
+            except BaseException:  # a segment that nothing points to would be in the next one's place
+                with suppress(StorageError):
+                    self._compactor.remove_other_segments(former.number, former.segment)
+                raise
             self._compactor.remove_other_segments(state.number, rebuilt.stored.segment)
         self._planner.consider(state)
         return self.collection(collection)
+
+    def _exchange_with(self, rebuilt: Rebuilt, collection: str, contract_id: str) -> CollectionState:
+        """Exchange the spaces in one transaction, ``rebuilt`` being a segment of the second one."""
+        with self._write_lock:
+            self._reserve.require()
+            former = self._state(collection)
+            with self._numbered() as db:
+                must_exchange(SqliteRows(db, former.number, former.info), contract_id)
+                state = self._compactor.exchange_spaces(former, rebuilt, db)
+            state.next_expiry, state.deleted_at = former.next_expiry, former.deleted_at
+            former.deleted = True
+            self._states = {**self._states, collection: state}
+        return state
 
     def end_migration(self, collection: str, contract_id: str) -> None:
         """Delete the second space of a collection, which is of ``contract_id``, with all vectors in it."""
