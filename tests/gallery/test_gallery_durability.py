@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [[], ["--full-disk"], ["--encrypt"], ["--encrypt", "--full-disk"]],
-    ids=["plain", "full disk", "encrypted", "encrypted on a full disk"],
+    [[], ["--full-disk"], ["--encrypt"], ["--encrypt", "--full-disk"], ["--migrate"], ["--migrate", "--full-disk"]],
+    ids=["plain", "full disk", "encrypted", "encrypted on a full disk", "moving", "moving on a full disk"],
 )
 def test_three_kills_lose_nothing_that_was_acknowledged(more: list[str], tmp_path: Path) -> None:
     if "--full-disk" in more:
