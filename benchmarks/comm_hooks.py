@@ -30,6 +30,7 @@ BASE: dict[str, Any] = {
     "optim.name": "sgd",
     "optim.lr": 0.05,
     "optim.weight_decay": 5e-4,
+    "optim.betas": None,  # which sgd does not read
 }
 LARGE: dict[str, Any] = {"backbone": "iresnet50", "embedding_dim": 512, "data.image_size": 112}
 START = 75  # of what begins at step 1,000 by default, which is longer than these runs
