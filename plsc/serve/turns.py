@@ -35,6 +35,7 @@ _FREE_PART, _CROWDED_PART = 0.9, 0.75  # of the time in which the loop's thread 
 _PROCESSORS = os.cpu_count() or 1
 _SCHEDULE = Path("/proc/thread-self/schedstat")
 _IDLE_PART = 0.001  # of the time lately, below which a token is not at work
+_KEPT_PART = 0.01  # of one that was alone: half a second passes until that is idle
 
 Pay = Callable[[float], None]
 _payer: ContextVar[Pay] = ContextVar("payer", default=lambda _: None)
@@ -182,6 +183,7 @@ class TokenTurns:
             if len(self._accounts) > 1 and self._timer is None:
                 for each in self._accounts.values():
                     each.spent, each.taken = self._virtual, 0.0  # alone, a token took what it liked
+                    each.used = _KEPT_PART  # which nobody measured: it is not gone because of one tick's silence
                 self._ticked, self._seen = time.monotonic(), _schedule()
                 self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
         return account

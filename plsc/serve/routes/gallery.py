@@ -80,7 +80,8 @@ async def create_collection(
                 )
             service.forget(body.name)
             about = (body.name, service.embedder.embedding_dim, service.contract_id)
-            created = await service.add(service.store.create_collection, *about, idempotent=claim.request(asdict))
+            shown = claim.request(lambda made: {**asdict(made), "threshold": service.settings.threshold})
+            created = await service.add(service.store.create_collection, *about, idempotent=shown)
         return await _view(service, created)
 
 
