@@ -140,7 +140,9 @@ def _decoded(contents: Mapping[int, bytes], faces: Sequence[int]) -> Iterator[tu
                 yield face, decode_image(contents[face], "a kept picture")
 
 
-def assign_pictures(store: Store, collection: str, person: Person, searched: Float32, second: Float32) -> list[int]:
+def assign_pictures(
+    store: Store, collection: str, person: Person, searched: Float32, second: Float32, contract_id: str
+) -> list[int]:
     """Give a person's faces second vectors of pictures that were sent again; returns the faces.
 
     A picture is known by its embedding in the searched space, which the face it was enrolled as has, too.
@@ -151,6 +153,10 @@ def assign_pictures(store: Store, collection: str, person: Person, searched: Flo
         person: whose pictures these are.
         searched: embeddings (n, d) of the pictures, by the model whose vectors are searched.
         second: embeddings (n, e) of the same pictures, by the other model.
+        contract_id: of the other model.
+
+    Raises:
+        ConflictError: the second space is not of that model any more, as after a cut-over.
     """
     own = {face: one.searched for face, one in store.face_vectors(collection, person.id).items()}
     assigned: dict[int, Float32] = {}
@@ -159,7 +165,7 @@ def assign_pictures(store: Store, collection: str, person: Person, searched: Flo
             if picture @ vector >= _SAME:
                 assigned[face] = other
     if assigned:
-        store.put_second_vectors(collection, {person.id: assigned}, require_migration(store, collection).contract_id)
+        store.put_second_vectors(collection, {person.id: assigned}, contract_id)
     return sorted(assigned)
 
 

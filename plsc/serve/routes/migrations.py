@@ -184,9 +184,10 @@ async def send_pictures(
     async def assign(spaces: Spaces) -> list[int]:
         found: Person = await service.in_store(service.store.person, collection, person)
         embedded = await embed_groups(service, spaces, [("faces", body.faces)])
-        if spaces.migration is None or spaces.migration.contract_id not in embedded.others:
+        other = None if spaces.migration is None else spaces.migration.contract_id
+        if other is None or other not in embedded.others:
             raise ApiError(409, f"{collection} takes no pictures again: it is not being moved, or vectors were sent")
-        both = embedded.vectors, embedded.others[spaces.migration.contract_id]
+        both = embedded.vectors, embedded.others[other], other
         return await service.change(filling.assign_pictures, service.store, collection, found, *both)
 
     faces = await service.with_collection(collection, assign)
