@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
 from plsc.gallery.backends import display_name, opened_store, store_folder
+from plsc.gallery.migration import MAX_LOSS
 from plsc.progress import counted, show
 from plsc.tools.entry import add_action, add_actions, add_outside_option, add_verify_option, number
 
@@ -109,8 +110,8 @@ def _configure_migrate(actions: Any) -> None:
     add("--adapter", action="store_true", help="estimate vectors of faces of which no picture is kept")
     add("--threshold", type=float, metavar="T", help="the service's, to judge by (that of a false-match rate of 1e-3)")
     at_most = number(float, lambda value: 0 <= value <= 1, "it lies between 0 and 1")
-    text = "of the true accept rate, for --cut-over (0.01)"
-    add("--max-loss", type=at_most, default=0.01, metavar="L", help=text)
+    text = f"of the true accept rate, for --cut-over ({MAX_LOSS})"
+    add("--max-loss", type=at_most, default=MAX_LOSS, metavar="L", help=text)
     add("--plot", type=Path, metavar="FILE", help="of --report: draw the ROC curves (.png, .svg or .pdf)")
     step = parser.add_mutually_exclusive_group()
     for name, text in _STEPS.items():

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import ConflictError, DataError, UsageError
+from plsc.gallery.migration import MAX_LOSS
 from plsc.gallery.migration.filling import fit, pairs, require_migration
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
-
-MAX_LOSS = 0.01  # of the true accept rate
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from plsc.errors import UsageError
-from plsc.gallery.migration import filling, moving
+from plsc.gallery.migration import MAX_LOSS, filling, moving
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
 from plsc.serve import schemas
@@ -42,7 +42,7 @@ class CutOver(Body):
     """What a cut-over may cost."""
 
     max_loss: float = Field(
-        moving.MAX_LOSS, ge=0, le=1, description="Of the true accept rate; 1 cuts over what cannot be judged, too"
+        MAX_LOSS, ge=0, le=1, description="Of the true accept rate; 1 cuts over what cannot be judged, too"
     )
 
 
