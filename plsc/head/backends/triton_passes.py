@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PassInputs, StateOf
-from plsc.head.backends.triton_tiles import Tile, choose_tile
+from plsc.head.backends.triton_tiles import Tile, choose_tile, processor_count
 from plsc.head.backends.triton_update import mark_written, rule_arguments
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.update_rules import Update
@@ -53,7 +53,7 @@ def first_pass(
     size, device = len(features), features.device
     tile = choose_tile("first", rows, device, precision)
     blocks, step = -(-size // tile.samples), tile.classes(rows.centers)
-    processors = _processors(device)
+    processors = processor_count(device)
     most_parts = _most_parts(blocks, processors)
     totals = torch.zeros(most_parts, size, dtype=torch.float64, device=device)  # to which every launch adds
     grad: Tensor | None = None
@@ -113,7 +113,7 @@ def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, up
     tile, arguments = _prepared(inputs, precision)
     dim, step = features.shape[1], tile.classes(rows.centers)
     largest = inputs.chunk_size if rows.is_streamed else rows.num_classes
-    parks = _parks(_processors(features.device), tile, dim, -(-largest // step))
+    parks = _parks(processor_count(features.device), tile, dim, -(-largest // step))
     parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
     taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
     for chunk in rows.chunks(max(largest, 1)):
@@ -186,11 +186,6 @@ def _launch(kernel: Any, programs: int, tile: Tile, chunk: Chunk, precision: Fp3
             WIDEN=features.device.type == "cpu",
             **tile.options,
         )
-
-
-def _processors(device: torch.device) -> int:
-    """Of a GPU; 2 where kernels are interpreted."""
-    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _most_parts(blocks: int, processors: int) -> int:

@@ -1,9 +1,10 @@
-"""The head's passes with the logits of a chunk of classes stored, between large products of PyTorch's.
+"""The head's passes with the weights of a chunk's rows stored, which a large product of PyTorch's takes.
 
-Every product is cuBLAS's, with tiles as large as it likes; one kernel of
-:mod:`plsc.head.backends.triton_stored_kernels` stands between the two of a pass. It costs the traffic of the logits and
-of a stored gradient, which pays above some number of samples: :mod:`plsc.head.backends.triton_shape`. Nothing here
-waits for the device, and sums are grouped by the chunks alone: two runs agree.
+The second product of a pass is cuBLAS's, with tiles as large as it likes. Of bfloat16 rows of one centre, one kernel of
+:mod:`plsc.head.backends.triton_stored_kernels` makes the first product and the weights; of others the first product is
+cuBLAS's too, and a kernel stands between the two, which costs the traffic of float32 scores. Both pay above some number
+of samples: :mod:`plsc.head.backends.triton_shape`. Nothing here waits for the device, and sums are grouped by the
+chunks alone: two runs agree.
 """
 
 import math
@@ -15,11 +16,21 @@ from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision, product
 from plsc.head.backends.torch_backend import Batch, PassInputs
+from plsc.head.backends.triton_tiles import device_kind, processor_count
 from plsc.head.class_table import Chunk, ClassRows
 
 SUMMED_CLASSES = 256  # whose exponentials a program adds up in float32
 _SAMPLES, _ROWS = 128, 16  # that a program has in registers
 _WARPS = 4
+# A program's block of samples, classes and columns on GPUs that read blocks by TMA; others would wait for each. On
+# Hopper two programs fit a processor: while one takes exponentials, the other multiplies.
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "sm_90": {"BLOCK_B": 128, "BLOCK_N": 128, "BLOCK_D": 32, "num_warps": 4, "num_stages": 4},
+    "sm_100": {"BLOCK_B": 128, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 2},
+    "cpu": {"BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_D": 32},
+}
+_PROGRAMS = 2  # for each of the device's processors
+_ALIGNED = 8  # bfloat16 numbers: descriptors take rows that are whole 16 bytes apart
 _LOG2_E = 1 / math.log(2)
 
 
@@ -31,25 +42,21 @@ def first_pass(
 
     features, position = batch.features.contiguous(), batch.position.contiguous()
     largest, size = min(chunk_size, rows.num_classes), len(features)
-    total = torch.zeros(-(-largest // SUMMED_CLASSES), size, dtype=torch.float64, device=features.device)
     grad = torch.zeros_like(features, dtype=torch.float32) if with_grad else None
-    scores, weights = _scratch(rows, largest, features)
+    scratch = _Scratch(rows, largest, features, precision)
+    parts = -(-largest // summed_classes(scratch.options))
+    total = torch.zeros(parts, size, dtype=torch.float64, device=features.device)
     for chunk in rows.chunks(chunk_size):
-        table, held = chunk.weight, slice(0, len(chunk.weight))
-        product(table, features.t(), precision, out=scores[held])
-        _launch(
-            kernels.exponentials,
-            -(-(chunk.stop - chunk.start) // SUMMED_CLASSES),
+        weights = scratch.fill(
             chunk,
-            scores=scores,
+            kernels.exponentials if scratch.options is None else kernels.row_exponentials,
             position=position,
             total=total,
-            weights=weights if with_grad else None,
-            per=SUMMED_CLASSES,
             s=batch.margin.s * _LOG2_E,
+            with_weights=with_grad,
         )
         if grad is not None:
-            grad += product(weights[held].t(), table, precision)
+            grad += product(weights.t(), chunk.weight, precision)
     return total.sum(0), grad
 
 
@@ -62,33 +69,69 @@ def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[
     by_sample = inputs.log_z.double() * _LOG2_E, inputs.scale, inputs.target_grad
     log_z, scale, target_grad = (values.float().contiguous() for values in by_sample)
     member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
-    scores, weights = _scratch(rows, min(inputs.chunk_size, rows.num_classes), features)
+    scratch = _Scratch(rows, min(inputs.chunk_size, rows.num_classes), features, precision)
     for chunk in rows.chunks(inputs.chunk_size):
-        held = slice(0, len(chunk.weight))
-        product(chunk.weight, features.t(), precision, out=scores[held])
-        _launch(
-            kernels.probabilities,
-            -(-(chunk.stop - chunk.start) // launch_options(rows.centers)["BLOCK_N"]),
+        weights = scratch.fill(
             chunk,
-            scores=scores,
+            kernels.probabilities if scratch.options is None else kernels.row_probabilities,
             position=position,
             log_z=log_z,
             scale=scale,
             target_grad=target_grad,
             member=member,
-            weights=weights,
             s=batch.margin.s * _LOG2_E,
         )
-        yield chunk, product(weights[held], features, precision)
+        yield chunk, product(weights, features, precision)
 
 
-def _scratch(rows: ClassRows, classes: int, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the scores and the weights of a chunk of so many classes, which all chunks of a pass share."""
-    shape = classes * rows.centers, len(features)
-    device = features.device
-    return torch.empty(shape, device=device, dtype=torch.float32), torch.empty(
-        shape, device=device, dtype=rows.weight.dtype
-    )
+def row_options(kind: str, dtype: torch.dtype, dim: int, centers: int) -> dict[str, Any] | None:
+    """Constants and options of the kernels that make scores and weights of such rows in one go; None: none does.
+
+    Args:
+        kind: of the GPU, by :func:`.triton_tiles.gpu_kind`; "cpu" where kernels are interpreted.
+        dtype, dim, centers: of the table.
+    """
+    if kind not in _BLOCKS or dtype != torch.bfloat16 or centers > 1 or dim % _ALIGNED:
+        return None
+    return {**_BLOCKS[kind], "WIDEN": kind == "cpu", "enable_fp_fusion": True}
+
+
+def summed_classes(options: dict[str, Any] | None) -> int:
+    """Classes whose exponentials a program of pass 1 adds up in float32, by :func:`row_options`."""
+    return SUMMED_CLASSES if options is None else options["BLOCK_N"]
+
+
+class _Scratch:
+    """Memory for the weights of a chunk's rows, and for scores that no kernel makes; all chunks of a pass share it.
+
+    Attributes:
+        options: of the kernels that multiply rows; None: the scores are PyTorch's.
+    """
+
+    def __init__(self, rows: ClassRows, classes: int, features: Tensor, precision: Fp32Precision) -> None:
+        weight, size, device = rows.weight, len(features), features.device
+        self.options = row_options(device_kind(device), weight.dtype, weight.shape[1], rows.centers)
+        self._features, self._precision, count = features, precision, classes * rows.centers
+        apart = size if self.options is None else -(-size // _ALIGNED) * _ALIGNED
+        self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
+        self._scores = None
+        if self.options is None:
+            self._scores = torch.empty(count, size, device=device, dtype=torch.float32)
+
+    def fill(self, chunk: Chunk, kernel: Any, *, with_weights: bool = True, **arguments: Any) -> Tensor:
+        """Launch ``kernel``, which makes the weights (n·K, B) of a chunk's rows that are returned."""
+        weights = self._weights[: len(chunk.weight)]
+        arguments |= {"inverse_norm": chunk.inverse_norm, "start": chunk.start, "n": chunk.stop - chunk.start}
+        given = weights if with_weights else None
+        with torch.cuda.device_of(weights):
+            if self.options is not None:
+                _launch_on_rows(kernel, chunk.weight, self._features, given, arguments, self.options)
+            else:
+                assert self._scores is not None
+                scores = self._scores[: len(chunk.weight)]
+                product(chunk.weight, self._features.t(), self._precision, out=scores)
+                _launch_on_scores(kernel, scores, given, arguments, launch_options(chunk.table.centers))
+        return weights
 
 
 def launch_options(centers: int) -> dict[str, Any]:
@@ -99,15 +142,36 @@ def launch_options(centers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch(kernel: Any, parts: int, chunk: Chunk, **arguments: Any) -> None:
-    """Run a kernel over a chunk's classes in ``parts``, each for all blocks of samples."""
-    scores = arguments["scores"]
-    with torch.cuda.device_of(scores):
-        kernel[(parts * -(-scores.shape[1] // _SAMPLES),)](
-            **arguments,
-            inverse_norm=chunk.inverse_norm,
-            start=chunk.start,
-            n=chunk.stop - chunk.start,
-            batch=scores.shape[1],
-            **launch_options(chunk.table.centers),
-        )
+def _launch_on_scores(
+    kernel: Any, scores: Tensor, weights: Tensor | None, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Run a kernel over a chunk's classes in parts, each for all blocks of samples."""
+    if "total" in arguments:
+        options["per"] = SUMMED_CLASSES
+    parts = -(-arguments["n"] // options.get("per", options["BLOCK_N"]))
+    grid = (parts * -(-scores.shape[1] // _SAMPLES),)
+    kernel[grid](**arguments, scores=scores, weights=weights, batch=scores.shape[1], **options)
+
+
+def _launch_on_rows(
+    kernel: Any,
+    weight: Tensor,
+    features: Tensor,
+    weights: Tensor | None,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Run a kernel over a chunk's rows and all samples, by as many programs as run at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    classes, samples, columns = options["BLOCK_N"], options["BLOCK_B"], options["BLOCK_D"]
+    blocks = -(-len(weight) // classes) * -(-len(features) // samples)
+    kernel[(min(blocks, _PROGRAMS * processor_count(features.device)),)](
+        **arguments,
+        rows=TensorDescriptor.from_tensor(weight, [classes, columns]),
+        features=TensorDescriptor.from_tensor(features, [samples, columns]),
+        weights=None if weights is None else TensorDescriptor.from_tensor(weights, [classes, samples]),
+        batch=len(features),
+        dim=features.shape[1],
+        **options,
+    )

@@ -1,13 +1,17 @@
-"""The Triton kernels between the products of passes that store their logits: from scores to the weights of rows.
+"""The Triton kernels of passes that store the weights of rows, (classes·K, B), for a large product.
 
-A chunk's scores (classes·K, B) come from a large product and its weights go into one; each kernel reads the first once
-and writes the second once. Import this module only where :func:`plsc.head.backends.triton_backend.runs_on` holds.
+``row_exponentials`` and ``row_probabilities`` make them of bfloat16 rows of one centre in one go: the products with the
+samples never leave a program. For other tables a large product gives the scores (classes·K, B), and ``exponentials``
+and ``probabilities`` read each once and write its weight once. Import this module only where
+:func:`plsc.head.backends.triton_backend.runs_on` holds.
 
-Arguments that both share:
+Arguments that all share, or one of the two kinds:
+    rows, features, weights: tensor descriptors of a chunk's rows (n, D), the unit embeddings (B, D), and the result.
     scores: (n·K, B) float32, of a chunk's rows with the samples' unit embeddings; a class's K centres side by side.
     inverse_norm: (n·K,) of the chunk's rows.
     position: (B,) int64, a target's number among the classes of all chunks.
     weights: (n·K, B) of the table's dtype, the result.
+    total: (parts, B) float64, to which a program adds the sums of its classes' exponentials.
     start, n: the chunk's first class and how many it has.
     s: of the margin, times log₂ e.
 """
@@ -128,3 +132,99 @@ def probabilities(
     own = number[:, None] == target[None, :]
     p = tl.where(own, tl.load(target_grad + b, mask=held, other=0.0)[None, :], p)
     _store_winner(weights, row, b, inside, held, batch, logits, None, largest, p, CENTERS)
+
+
+@triton.jit
+def _products(rows, features, first_row, first_sample, dim, BLOCK_N, BLOCK_B, BLOCK_D, WIDEN):
+    """(BLOCK_N, BLOCK_B) float32 products of rows with samples, 0 past the ends of either.
+
+    WIDEN is for the interpreter, whose dot knows no bfloat16.
+    """
+    total = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.float32)
+    for column in range(0, dim, BLOCK_D):
+        w, x = rows.load([first_row, column]), features.load([first_sample, column])
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(w, x.T, total)
+    return total
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def row_exponentials(
+    rows,
+    features,
+    inverse_norm,
+    position,
+    total,
+    weights,
+    start,
+    n,
+    batch,
+    s,
+    dim: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Pass 1: see :func:`exponentials`. Programs go through all blocks of BLOCK_N classes and BLOCK_B samples.
+
+    The rows of a block of classes are read again for each block of samples, one after the other, which the second-level
+    cache serves; the next block's are on their way while this one's exponentials are taken.
+    """
+    blocks = tl.cdiv(batch, BLOCK_B)
+    slot, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_B)
+    for number in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N) * blocks, tl.num_programs(0), flatten=True):
+        first_row, first_sample = (number // blocks) * BLOCK_N, (number % blocks) * BLOCK_B
+        products = _products(rows, features, first_row, first_sample, dim, BLOCK_N, BLOCK_B, BLOCK_D, WIDEN)
+        inside, held = slot < n - first_row, column < batch - first_sample
+        rho = tl.load(inverse_norm + first_row + slot, mask=inside, other=0.0)
+        target = (tl.load(position + first_sample + column, mask=held, other=-1) - start - first_row).to(tl.int32)
+        e = tl.exp2(products * (rho * s)[:, None] + tl.where(inside, 0.0, float("-inf"))[:, None])
+        e = tl.where(slot[:, None] == target[None, :], 0.0, e)
+        at = total + (number // blocks).to(tl.int64) * batch + first_sample + column
+        tl.atomic_add(at, tl.sum(e, axis=0).to(tl.float64), mask=held, sem="relaxed")
+        if weights is not None:
+            weights.store([first_row, first_sample], (e * rho[:, None]).to(weights.dtype))
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def row_probabilities(
+    rows,
+    features,
+    inverse_norm,
+    position,
+    log_z,
+    scale,
+    target_grad,
+    member,
+    weights,
+    start,
+    n,
+    batch,
+    s,
+    dim: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Pass 2: see :func:`probabilities`, and :func:`row_exponentials` for the programs."""
+    blocks = tl.cdiv(batch, BLOCK_B)
+    slot, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_B)
+    for number in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N) * blocks, tl.num_programs(0), flatten=True):
+        first_row, first_sample = (number // blocks) * BLOCK_N, (number % blocks) * BLOCK_B
+        products = _products(rows, features, first_row, first_sample, dim, BLOCK_N, BLOCK_B, BLOCK_D, WIDEN)
+        inside, b = slot < n - first_row, first_sample + column
+        held = b < batch
+        rho = tl.load(inverse_norm + first_row + slot, mask=inside, other=0.0)
+        log_normaliser = tl.load(log_z + b, mask=held, other=0.0)
+        p = tl.exp2(products * (rho * s)[:, None] - log_normaliser[None, :])
+        p *= tl.load(scale + b, mask=held, other=0.0)[None, :]
+        if member is not None:
+            at = member + (start + first_row + slot.to(tl.int64))[:, None] * batch + b[None, :]
+            p = tl.where(tl.load(at, mask=inside[:, None] & held[None, :], other=0) != 0, p, 0.0)
+        target = (tl.load(position + b, mask=held, other=-1) - start - first_row).to(tl.int32)
+        pull = tl.load(target_grad + b, mask=held, other=0.0)
+        p = tl.where(slot[:, None] == target[None, :], pull[None, :], p)
+        weights.store([first_row, first_sample], p.to(weights.dtype))

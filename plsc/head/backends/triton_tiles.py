@@ -153,6 +153,11 @@ def gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     return torch.cuda.get_device_capability(device), shared
 
 
+def processor_count(device: torch.device) -> int:
+    """Of a GPU; 2 where kernels are interpreted."""
+    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def choose_tile(which: Pass, rows: ClassRows, device: torch.device, precision: Fp32Precision) -> Tile:
     """Choose the tile of a pass over ``rows``."""
     if _forced is not None:
@@ -202,6 +207,11 @@ def shipped_tile(
     if kind == "sm_100" and not _shares_blocks():
         tile = replace(tile, columns=min(tile.columns, 128), stages=1)
     return replace(tile, columns=min(tile.columns, dim & -dim))
+
+
+def device_kind(device: torch.device) -> str:
+    """:func:`gpu_kind` of a GPU that is there; "cpu" where kernels are interpreted."""
+    return "cpu" if device.type == "cpu" else gpu_kind(*gpu_properties(device))
 
 
 def gpu_kind(capability: tuple[int, int], shared: int) -> str:
