@@ -25,18 +25,17 @@ from typing import Any
 import torch
 
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.triton_passes import SUMMED_CLASSES, update_options
-from plsc.head.backends.triton_stored import launch_options
-from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
+from plsc.head.backends.triton_passes import SUMMED_CLASSES
+from plsc.head.backends.triton_stored import launch_options, row_options
+from plsc.head.backends.triton_tiles import Pass, Tile, gpu_kind, shipped_tile
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
-PASSES = ("first_pass", "gradient_pass", "sgd_pass", "adamw_pass")
+PASSES = ("first_pass", "gradient_pass")
 STORED = ("exponentials", "probabilities")  # between products of PyTorch's
+ROWS = ("row_exponentials", "row_probabilities")  # which make the first of them
 # A rule is compiled into a kernel: the kernel, and what it is compiled for.
 _NO_SECOND = dict.fromkeys(("second_moment", "second_scale", "beta2", "rate2", "correction2", "eps"))
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd_pass": ("update_pass", {"RULE": "sgd", **_NO_SECOND}),
-    "adamw_pass": ("update_pass", {"RULE": "adamw", "second_scale": None}),
     "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
     "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
 }
@@ -52,13 +51,18 @@ _POINTERS = {
     **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
     **dict.fromkeys(("member",), "*u8"),
     **dict.fromkeys(("total",), "*fp64"),
-    **dict.fromkeys(("taken",), "*i32"),
     **dict.fromkeys(("first_moment",), "*i8"),
     **dict.fromkeys(("second_moment",), "*bf16"),
-    **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient", "parking"), "*fp32"),
+    **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient"), "*fp32"),
     **dict.fromkeys(("first_scale", "skip", "scores"), "*fp32"),
 }
-_INTEGERS = dict.fromkeys(("n", "batch", "key", "parks"), "i32") | dict.fromkeys(
+# Tensor descriptors, by the sides of their blocks.
+_DESCRIBED = {
+    "rows": ("BLOCK_N", "BLOCK_D"),
+    "features": ("BLOCK_B", "BLOCK_D"),
+    "weights": ("BLOCK_N", "BLOCK_B"),
+}
+_INTEGERS = dict.fromkeys(("n", "batch", "key"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
 )
 
@@ -187,6 +191,12 @@ class Variant:
         is_general = self.listed or self.centers > 1
         return shipped_tile(which, *device, dtype, self.dim, self.precision, is_general=is_general)
 
+    @property
+    def row_options(self) -> dict[str, Any] | None:
+        """Constants and options of the kernels that multiply rows; None: they do not run there."""
+        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return row_options(gpu_kind(self.gpu.capability, self.gpu.shared), dtype, self.dim, self.centers)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -211,10 +221,7 @@ class Row:
 def variants() -> Iterator[Variant]:
     """Everything that ships: every kernel and GPU, by widths, dtypes, centres and lists of rows."""
     for gpu in GPUS:
-        for kernel in ("sgd_pass", "gradient_pass"):  # which differ in the end of adamw_pass alone
-            yield Variant(kernel, gpu)
-            yield Variant(kernel, gpu, "fp32", "bf16x3")
-        for kernel in ("first_pass", "adamw_pass"):
+        for kernel in PASSES:
             main = Variant(kernel, gpu)
             yield from (replace(main, dim=dim) for dim in (96, 256, 512, 768) if _has_tile(gpu, dim))
             yield from (replace(main, listed=True), replace(main, centers=3), replace(main, centers=3, listed=True))
@@ -224,6 +231,7 @@ def variants() -> Iterator[Variant]:
             yield Variant(kernel, gpu, listed=True)
         for kernel in STORED:
             yield from (Variant(kernel, gpu), Variant(kernel, gpu, centers=8), Variant(kernel, gpu, "fp32"))
+        yield from (Variant(kernel, gpu) for kernel in ROWS if Variant(kernel, gpu).row_options is not None)
 
 
 def _has_tile(gpu: Gpu, dim: int) -> bool:
@@ -238,7 +246,7 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
 
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
     module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
-    module = triton_stored_kernels if variant.kernel in STORED else module
+    module = triton_stored_kernels if variant.kernel in STORED + ROWS else module
     options, constants = _constants(variant, tile)
     name, of_rule = RULES.get(variant.kernel, (variant.kernel, {}))
     built = compile_for(variant.gpu, getattr(module, name), constants | of_rule, options, variant.dtype)
@@ -253,13 +261,20 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
         variant.dim,
         variant.centers,
         variant.listed,
-        _named(tile),
+        _named(variant, tile),
         registers,
         spilled,
         built.metadata.shared,
         str(found),
-        0.0 if tile is None else found.factor(tile.warps, _needed(variant, tile)),
+        _factor(variant, tile, found),
     )
+
+
+def _factor(variant: Variant, tile: Tile | None, found: Products) -> float:
+    if variant.kernel in ROWS:
+        block = variant.row_options or {}
+        return found.factor(block["num_warps"], block["BLOCK_N"] * block["BLOCK_B"] * block["BLOCK_D"])
+    return 0.0 if tile is None else found.factor(tile.warps, _needed(variant, tile))
 
 
 def _needed(variant: Variant, tile: Tile) -> int:
@@ -268,7 +283,10 @@ def _needed(variant: Variant, tile: Tile) -> int:
     return 2 * each * tile.samples * tile.slots * variant.dim
 
 
-def _named(tile: Tile | None) -> str:
+def _named(variant: Variant, tile: Tile | None) -> str:
+    if variant.kernel in ROWS:
+        block = variant.row_options or {}
+        return f"{block['BLOCK_B']}x{block['BLOCK_N']}x{block['BLOCK_D']} s{block['num_stages']} w{block['num_warps']}"
     if tile is None:
         return ""
     size = f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages} w{tile.warps}"
@@ -293,7 +311,7 @@ def compile_for(
 
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    types = {name: "constexpr" if name in constants else _type(name, dtype) for name in names}
+    types = {name: "constexpr" if name in constants else _type(name, dtype, constants) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     # torch's pointers are aligned to 16 bytes, and usual batches to 16 samples, where a kernel is compiled for that
     known = [
@@ -327,6 +345,10 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
     """The compiler's options, and the values of arguments that a kernel is compiled for."""
     common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False, "LABELS": 1}
     common |= {} if variant.listed else {"index": None, "row_numbers": None}
+    if variant.kernel in ROWS:
+        options = dict(variant.row_options or {})
+        blocks = {name: options.pop(name) for name in ("BLOCK_B", "BLOCK_N", "BLOCK_D", "WIDEN")}
+        return options, {"dim": variant.dim, "member": None, **blocks}
     if variant.kernel in STORED:
         options = launch_options(variant.centers)
         return options, {name: options.pop(name) for name in ("CENTERS", "BLOCK_B", "BLOCK_N")}
@@ -341,11 +363,13 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
         "PRECISION": variant.precision,
         "member": None,
         "SUMMED": SUMMED_CLASSES,
-        **update_options(tile, variant.dim),
     }
 
 
-def _type(name: str, dtype: str) -> str:
+def _type(name: str, dtype: str, sizes: Mapping[str, Any]) -> str:
+    if name in _DESCRIBED and "BLOCK_D" in sizes:
+        rows, columns = (sizes[side] for side in _DESCRIBED[name])
+        return f"tensordesc<{dtype}[{rows}, {columns}]>"
     if name in ("weight", "features", "weights"):
         return f"*{dtype}"
     return (_POINTERS | _INTEGERS).get(name, "fp32")
@@ -358,7 +382,7 @@ def problem(row: Row) -> str | None:
         return f"{row.spilled} bytes of registers spilled"
     if row.shared > gpu.shared:
         return f"{row.shared} bytes of shared memory, of {gpu.shared}"
-    if row.kernel not in PASSES:
+    if row.kernel not in PASSES + ROWS:
         return None
     if row.factor < 1:
         return f"matrix units make {row.factor:g} of the products: {row.instructions or 'no instruction'}"

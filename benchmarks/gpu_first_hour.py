@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_first_hour.py PART FILE.json
 
-compile: plsc doctor's kernels, with the seconds that each took to compile. checks: the head against float64 and with
-eight places to park gradients, at 2 million classes. shapes: steps and passes at three batches, in bf16 and TF32.
+compile: plsc doctor's kernels, with the seconds that each took to compile. checks: the head against float64 at 2
+million classes. shapes: steps and passes at three batches, in bf16 and TF32.
 counters: what ncu counts of a launch of each pass. sanitizer: compute-sanitizer over a small step. placement: a table
 in host memory with and without CUDA_LAUNCH_BLOCKING, bit by bit. ranks: unequal batches on two ranks, against float64.
 What this machine lacks for a part stands in its file as "note". Exit code 1 where a result is wrong.
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import head_gpu_checks as checks
 import torch
@@ -34,21 +33,20 @@ from torch import Tensor
 import plsc
 from plsc.bench.harness import environment
 from plsc.devices import copy_rate, measured_precisions, product_flops
-from plsc.head.backends import triton_passes
 from plsc.head.backends.torch_backend import Batch, PassInputs
 from plsc.head.backends.triton_backend import runs_on
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.low_precision import RowState
 from plsc.head.update_rules import SgdRule, Update
 
-DIM, CLASSES, PARKS = 512, 2_000_000, 8
+DIM, CLASSES = 512, 2_000_000
 BATCHES = (128, 512, 1024)
 TABLES: dict[str, dict[str, Any]] = {
     "bf16": {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8},
     "tf32": {"weight_dtype": torch.float32, "momentum_dtype": torch.float32, "fp32_precision": "tf32"},
 }
 NUMBER_BYTES = {"bf16": (2, 1), "tf32": (4, 4)}  # of weights and of momentum
-PASSES = ("first_pass", "gradient_pass", "update_pass", "exponentials", "probabilities")  # the kernels' names
+PASSES = ("first_pass", "gradient_pass", "row_exponentials", "row_probabilities", "update_rows")  # the kernels' names
 FUSED, STORED = partial(checks.in_shape, stored=False), partial(checks.in_shape, stored=True)
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -88,26 +86,15 @@ def compile_kernels() -> Report:
 
 
 def check_large() -> Report:
-    """passes_agree and fused_steps_agree where many programs wait for few parks."""
+    """passes_agree at 2 million classes."""
     device = this_device()
     if not runs_on(device):
         return {"note": "no GPU", "checks": {}}
-    few = patch.object(triton_passes, "_parks", lambda *_: PARKS)
-    if device.type == "cpu":
-        runs = [
-            partial(check, device, **checks.SMALL[check]) for check in (checks.passes_agree, checks.fused_steps_agree)
-        ]
-    else:
-        classes = fitting(device)
-        passes = partial(checks.passes_agree, device, classes=classes, batch=32)
-        runs = [passes, partial(checks.fused_steps_agree, device, classes=classes)]
-    found = {}
-    for run in runs:
-        try:
-            with few:
-                found[run.func.__name__] = {"right": True, "text": run()}
-        except Exception as error:  # the other one is worth knowing all the same
-            found[run.func.__name__] = {"right": False, "text": f"{type(error).__name__}: {error}"}
+    sizes = checks.SMALL[checks.passes_agree] if device.type == "cpu" else {"classes": fitting(device), "batch": 32}
+    try:
+        found = {"passes_agree": {"right": True, "text": checks.passes_agree(device, **sizes)}}
+    except Exception as error:  # the report says which
+        found = {"passes_agree": {"right": False, "text": f"{type(error).__name__}: {error}"}}
     return {"checks": found, "right": all(each["right"] for each in found.values())}
 
 
@@ -147,9 +134,8 @@ def time_shape(clock: Clock, precision: str, classes: int, dim: int, batch: int)
     step = partial(training_step, head, optimizer, x, y)
     works: dict[tuple[str, str], Callable[[], object]] = {
         ("step", "torch"): inside(partial(checks.plain_path, optimizer), step),
-        ("step", "gradient stored"): inside(checks.gradient_stored, step),
         ("step", "fused"): inside(FUSED, step),
-        ("step", "logits stored"): inside(STORED, step),
+        ("step", "weights stored"): inside(STORED, step),
         **kernels_of(head, x, y),
     }
     names = {f"{part}, {way}": (part, way) for part, way in works}
@@ -195,7 +181,7 @@ def kernels_of(head: plsc.ShardedHead, x: Tensor, y: Tensor) -> dict[tuple[str, 
     }
     if runs_on(device):
         together = partial(backend.update_pass, inputs, update_rows, lambda chunk: {"momentum": state}, update)
-        for name, shape in (("kernel", FUSED), ("logits stored", STORED)):
+        for name, shape in (("kernel", FUSED), ("weights stored", STORED)):
             works[("pass 1", name)], works[("pass 2", name)] = inside(shape, first), inside(shape, second)
             works[("pass 2 + update", name)] = inside(shape, together)
     return works
@@ -205,10 +191,10 @@ def kernels_of(head: plsc.ShardedHead, x: Tensor, y: Tensor) -> dict[tuple[str, 
 
 
 def launch_once(classes: int) -> Report:
-    """Steps with the update fused, the gradient stored, and the logits: what counters and sanitizers watch."""
+    """Steps with fused passes and with weights stored: what counters and sanitizers watch."""
     head, optimizer = checks.some_head(this_device(), classes, DIM)
     x, y = checks.some_batch(this_device(), classes, DIM, 512)
-    for way in (FUSED, FUSED, checks.gradient_stored, STORED):
+    for way in (FUSED, FUSED, STORED, STORED):
         with way():
             training_step(head, optimizer, x, y)
     return {"note": "launched"}

@@ -62,7 +62,12 @@ class Sizes:
 
 
 FULL = Sizes(
-    512, (2_000_000, 512), ((50_000_000, 512), (10_000_000, 1024)), (8192, 16384, 65536, 131072), 8192, 4 << 30
+    512,
+    (2_000_000, 512),
+    ((50_000_000, 512), (50_000_000, 1024), (50_000_000, 2048), (10_000_000, 1024)),
+    (8192, 16384, 65536, 131072),
+    8192,
+    4 << 30,
 )
 TINY = Sizes(32, (200, 16), ((300, 16), (200, 32)), (64, 128), 64, 1 << 16)
 
@@ -198,12 +203,11 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
 
 
 def time_steps(clock: Clock, sizes: Sizes, table: Table, optimizer: Any, step: Callable[[], float]) -> None:
-    """Whole steps without kernels; fused, with logits stored, and with the gradient stored before the update."""
+    """Whole steps without kernels, with fused passes, and with weights stored."""
     ways: dict[str, Way] = {
         "torch": partial(checks.plain_path, optimizer),
-        "kernels": partial(checks.in_shape, stored=False),
-        "kernels, logits stored": partial(checks.in_shape, stored=True),
-        "kernels, gradient stored": checks.gradient_stored,
+        "kernels, fused": partial(checks.in_shape, stored=False),
+        "kernels, weights stored": partial(checks.in_shape, stored=True),
     }
     works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
@@ -234,7 +238,7 @@ def passes_over(backend: TorchBackend, rows: ClassRows, batch: Batch, chunk: int
 def ways_of_a_pass() -> dict[str, Way]:
     """By torch, by the kernels as they ship, and with other tiles."""
     ways: dict[str, Way] = {"torch": checks.plain_path, "kernels": partial(checks.in_shape, stored=False)}
-    ways["kernels, logits stored"] = partial(checks.in_shape, stored=True)
+    ways["kernels, weights stored"] = partial(checks.in_shape, stored=True)
     for tile in TILES:
         ways[f"tile {_named(tile)}"] = partial(_fused_with, tile)
     return ways
@@ -280,33 +284,36 @@ def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer:
 
 
 def time_whole_steps(clock: Clock, sizes: Sizes, table: Table) -> None:
-    """Forward, backward and update, exact, at each of the large sizes."""
-    for classes, batch in sizes.whole:
+    """Forward, backward and update, exact, at each of the large sizes; a table serves all of its batches."""
+    for wanted in dict.fromkeys(classes for classes, _ in sizes.whole):
         if clock.left() < 45 and clock.device.type == "cuda":
-            print(f"no time left for {classes:,} classes")
+            print(f"no time left for {wanted:,} classes")
             continue
         try:
-            time_whole_step(clock, fitting_classes(clock.device, classes), batch, sizes.dim, table)
+            release(clock)
+            classes = fitting_classes(clock.device, wanted)
+            batches = [batch for each, batch in sizes.whole if each == wanted]
+            time_whole_step(clock, classes, batches, sizes.dim, table)
         except torch.OutOfMemoryError as error:
-            print(f"{classes:,} classes: {str(error).splitlines()[0]}", flush=True)
+            print(f"{wanted:,} classes: {str(error).splitlines()[0]}", flush=True)
         release(clock)
 
 
-def time_whole_step(clock: Clock, classes: int, batch: int, dim: int, table: Table) -> None:
-    """Add a row with time and peak memory."""
+def time_whole_step(clock: Clock, classes: int, batches: list[int], dim: int, table: Table) -> None:
+    """Add rows with time and peak memory."""
     start = time.monotonic()
     head, optimizer = checks.some_head(clock.device, classes, dim)
     head.inverse_norms()
     clock.wait()
-    print(f"made {classes:,} classes in {time.monotonic() - start:.1f} s", flush=True)
-    x, y = checks.some_batch(clock.device, classes, dim, batch)
-    peak, losses = Peak(clock.device), []
-    spent = in_turn(clock, {"step": lambda: losses.append(training_step(head, optimizer, x, y))}, ROUNDS).get("step")
-    if spent:
-        variant = f"exact, bf16 + int8, chunk {head.softmax.chunk_size(batch)}"
-        table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
-        state = STATE_BYTES * classes / 2**30
-        print(f"  state {state:.2f} GiB; loss {losses[0]:.4f} to {losses[-1]:.4f}; mean norm {head.mean_norm():.3f}")
+    print(f"made {classes:,} classes in {time.monotonic() - start:.1f} s; {head.backend.describe()}", flush=True)
+    for batch in batches:
+        x, y = checks.some_batch(clock.device, classes, dim, batch)
+        peak = Peak(clock.device)
+        spent = in_turn(clock, {"step": partial(training_step, head, optimizer, x, y)}, ROUNDS).get("step")
+        if spent:
+            variant = f"exact, bf16 + int8, chunk {head.softmax.chunk_size(batch)}"
+            table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
+    print(f"  state {STATE_BYTES * classes / 2**30:.2f} GiB; mean norm {head.mean_norm():.3f}")
 
 
 class Peak:

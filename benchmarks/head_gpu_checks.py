@@ -6,7 +6,6 @@ They also run where TRITON_INTERPRET=1, on the CPU, at smaller sizes.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,17 +29,10 @@ FAR_ROWS, FAR_DIM = (1 << 22) + 1024, 512  # 2³¹ elements, and some more
 def plain_path(optimizer: plsc.HeadSGD | None = None) -> Iterator[None]:
     """Run no Triton kernel within: neither in passes, nor in the update of ``optimizer``."""
     with ExitStack() as patches:
-        for name in ("first_pass", "second_pass", "update_pass"):
+        for name in ("first_pass", "second_pass"):
             patches.enter_context(patch.object(TritonBackend, name, getattr(TorchBackend, name)))
         if optimizer is not None:
             patches.enter_context(patch.object(optimizer, "_updater", optimizer.head.backend.update))
-        yield
-
-
-@contextmanager
-def gradient_stored() -> Iterator[None]:
-    """Update by a kernel of its own within, behind a fused pass 2, as where replicas sum the gradient."""
-    with in_shape(stored=False), patch.object(TritonBackend, "update_pass", TorchBackend.update_pass):
         yield
 
 
@@ -143,25 +135,6 @@ def _two_steps(device: torch.device, rows: int, dim: int, plain: bool, **kinds: 
 def states_of(optimizer: plsc.HeadSGD | plsc.HeadAdamW) -> list[Tensor]:
     """The tensors of an optimizer's momentum or moments."""
     return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]
-
-
-def fused_steps_agree(device: torch.device, classes: int = 20_000, dim: int = 512, batch: int = 256) -> str:
-    """Two steps whose update follows in pass 2's kernel, and with the gradient stored between: the same bits."""
-    worst = 0.0
-    for make in (plsc.HeadSGD, plsc.HeadAdamW):
-        tables = []
-        for way in (partial(in_shape, stored=False), gradient_stored):
-            head, _ = some_head(device, classes, dim)
-            optimizer = make(head, lr=0.01)
-            x, y = some_batch(device, classes, dim, batch)
-            for _ in range(2):
-                head(x, y).backward()
-                with way():
-                    optimizer.step()
-            tables.append([head.weight.detach(), head.inverse_norms(), *states_of(optimizer)])
-        worst = max(worst, *(float((mine != theirs).double().mean()) for mine, theirs in zip(*tables, strict=True)))
-    assert worst < 1e-3, worst
-    return "bit-identical" if worst == 0 else f"at most {worst:.1e} of a table's numbers differ"
 
 
 def steps_agree(device: torch.device, classes: int = 20_000, dim: int = 512, batch: int = 256) -> str:
@@ -275,7 +248,6 @@ def _set_sync_debug_mode(mode: str) -> None:
 CHECKS: tuple[Callable[[torch.device], str], ...] = (
     passes_agree,
     updates_agree,
-    fused_steps_agree,
     steps_agree,
     chunks_agree,
     skipped_step_changes_nothing,
@@ -285,7 +257,6 @@ CHECKS: tuple[Callable[[torch.device], str], ...] = (
 SMALL: dict[Callable[..., str], dict[str, Any]] = {  # for the interpreter
     passes_agree: {"classes": 70, "dim": 32, "batch": 19},
     updates_agree: {"rows": 40, "dim": 32},
-    fused_steps_agree: {"classes": 90, "dim": 32, "batch": 9},
     steps_agree: {"classes": 90, "dim": 32, "batch": 9},
     chunks_agree: {"classes": 150, "dim": 32, "batch": 9, "sizes": (64, 32)},
     skipped_step_changes_nothing: {"classes": 90, "dim": 32},

@@ -20,8 +20,6 @@ from plsc.head.backends.self_check import (
     Shard,
     check_passes,
     check_update,
-    check_update_pass,
-    has_update_pass,
     on_one_thread,
 )
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
@@ -195,8 +193,6 @@ def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tup
     for name, kind in _updates():
         if every_update or name == _USUAL[shard.dtype]:
             yield name, partial(check_update, backend, shard, kind)
-            if has_update_pass(backend):
-                yield f"{name}, in pass 2", partial(check_update_pass, backend, shard, kind)
 
 
 def _updates() -> Iterator[tuple[str, UpdateKind]]:

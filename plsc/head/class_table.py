@@ -22,7 +22,7 @@ _NORM_ROWS = 65536  # rows whose norms are renewed at a time, to avoid a second 
 _SEEDED_ROWS = 1024  # rows that share one generator of initial values
 
 _CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block, to stay in the cache
-_GPU_CHUNK_BYTES = 512 << 20  # of all scratch of a chunk: 64k classes at B = D = 512, where launch costs vanish
+_GPU_CHUNK_BYTES = 1 << 30  # of all scratch of a chunk: 146k classes at B = D = 512, so that the host is ahead
 _GPU_CHUNK_STEP = 1024  # a multiple of every kernel's block, so that sums over classes group alike in every chunk
 OVERLAPPED_CHUNKS = 8  # the sum of the last one is waited for
 

@@ -11,17 +11,18 @@ from plsc.config import make_margin
 from plsc.devices import Device
 from plsc.head.backends.torch_backend import is_bounded
 from plsc.head.backends.triton_passes import class_parts
-from plsc.head.backends.triton_stored import SUMMED_CLASSES
+from plsc.head.backends.triton_stored import summed_classes
 from plsc.plan.memory import (
     PROCESSORS,
     WRITES,
     PassShape,
     chunk_rows,
     clips_head,
-    fused_scratch,
-    fused_tiles,
+    fused_tile,
     pass_shape,
     row_bytes,
+    row_kernel_options,
+    stored_widths,
 )
 from plsc.plan.plan_config import PlanConfig
 
@@ -45,8 +46,8 @@ def head_traffic(run: PlanConfig, device: Device) -> HeadTraffic:
     step = _Step(run, device)
     by_shape = {"fused": _first_fused, "stored": _first_stored, "plain": _first_plain}
     first = step.micro_batches * by_shape[step.shape(1)](step)
-    second = _second_updating(step) if step.updates_in_pass else _second_storing(step) + _updated(step)
-    clipped = _second_storing(step) + _gradient_norm(step) if clips_head(run) else 0
+    second = _second(step) + _updated(step)
+    clipped = _second(step) + _gradient_norm(step) if clips_head(run) else 0
     return HeadTraffic(
         first + second + clipped + _drawn(step) + _staged(step),
         step.micro_batches * (_samples(step) + (_partial_sums(step) if step.shape(1) == "fused" else 0))
@@ -69,9 +70,6 @@ class _Step:
         self.is_copied = run.placement != "device"  # rows come from the host's memory
         self.is_streamed = self.is_copied and not self.is_sampled  # each pass copies the whole table, chunk by chunk
         self.is_listed = self.is_sampled and not self.is_copied  # rows are found by a list of their numbers
-        self.updates_in_pass = (
-            self.shape(2) == "fused" and run.stores_no_gradient
-        )  # before a row's gradient leaves the cache
         self.changes_negatives = make_margin(run.config.head).changes_negatives
 
     def shape(self, passes: int) -> PassShape:
@@ -102,7 +100,7 @@ def _first_fused(step: _Step) -> int:
 
 def _first_stored(step: _Step) -> int:
     """Pass 1 with stored logits: those, and the rows that both products and the norms' two factors read."""
-    logit = _stored_logit(step) + 2 * _NUMBER / SUMMED_CLASSES
+    logit = _stored_logit(step) + 2 * _NUMBER / summed_classes(row_kernel_options(step.run))
     return int(step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + _FLOAT))
 
 
@@ -115,15 +113,8 @@ def _first_plain(step: _Step) -> int:
     return step.visited * (logit * step.batch + step.columns["class weights"] + _plain_rows(step) + 2 * _FLOAT)
 
 
-def _second_updating(step: _Step) -> int:
-    """Pass 2's kernel with the update: all of a row there and back, and gradients between the two."""
-    copied = _local_numbers(step) if step.is_copied else _NUMBER * step.is_listed
-    parked = 2 * sum(fused_scratch(step.run, rows)[1] for rows in step.launches(2))
-    return step.updated * (2 * step.state + copied) + parked
-
-
-def _second_storing(step: _Step) -> int:
-    """Pass 2 with a gradient that is stored: by kernels, or by PyTorch with its logits."""
+def _second(step: _Step) -> int:
+    """Pass 2: by kernels, or by PyTorch with its logits."""
     gradient = step.dim * _FLOAT
     if step.shape(2) == "stored":
         logits = _stored_logit(step) * step.batch * step.micro_batches
@@ -153,8 +144,8 @@ def _gradient_norm(step: _Step) -> int:
 
 
 def _stored_logit(step: _Step) -> int:
-    """Of each logit between the products of a pass: its score and its weight, written and read."""
-    return 2 * (_FLOAT + step.width)
+    """Of each logit between the products of a pass: what is stored, written and read."""
+    return 2 * sum(stored_widths(step.run))
 
 
 def _logits(step: _Step) -> int:
@@ -245,9 +236,9 @@ def _samples(step: _Step) -> int:
 
 def _partial_sums(step: _Step) -> int:
     """Of a micro-batch: pass 1's sums over parts of the classes, written by the kernel and added up."""
-    blocks, total = -(-step.batch // fused_tiles(step.run)[0].samples), 0
+    blocks, total = -(-step.batch // fused_tile(step.run).samples), 0
     for number, rows in enumerate(step.launches(1)):
-        tile, centers = fused_tiles(step.run)[0], step.run.config.head.centers
+        tile, centers = fused_tile(step.run), step.run.config.head.centers
         _, parts = class_parts(max(rows // centers, 1), blocks, tile.classes(centers), PROCESSORS)
         added = 16 if number else 12  # to float32, or to what the chunks before gave
         each = step.dim * (2 * _FLOAT * parts + 8 + added) if parts > 1 else step.dim * (_FLOAT + (12 if number else 0))
@@ -259,12 +250,7 @@ def _features_again(step: _Step) -> int:
     """The embeddings as the passes read them for each chunk, and what PyTorch's first pass adds for each."""
     features = step.batch * step.micro_batches * step.dim * step.width
     summed = step.batch * step.micro_batches * step.dim * (_FLOAT + 12)
-    storing = not step.updates_in_pass
-    clips = clips_head(step.run)
-    if step.shape(2) == "fused":
-        second = len(step.chunks(2)) * (storing + clips) + len(step.launches(2)) * (not storing)
-    else:
-        second = 2 * len(step.chunks(2)) * (1 + clips)
+    second = len(step.chunks(2)) * (1 + clips_head(step.run)) * (1 if step.shape(2) == "fused" else 2)
     if step.shape(1) == "fused":
         return features * (len(step.launches(1)) + second)
     zeros = step.batch * step.micro_batches * step.dim * _FLOAT + features  # made like them, which counts as read

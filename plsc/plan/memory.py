@@ -13,8 +13,8 @@ from plsc.head.backends import HeadShape, why_no_triton_passes, why_not_fused
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
 from plsc.head.backends.triton_shape import computed as stored_from
-from plsc.head.backends.triton_stored import SUMMED_CLASSES
-from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
+from plsc.head.backends.triton_stored import row_options, summed_classes
+from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
 from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
@@ -35,7 +35,6 @@ PROCESSORS = 132  # of an H100
 _HOPPER_SHARED = 227 << 10  # bytes of shared memory that a block of threads may have there
 _FLOAT = 4
 PassShape = Literal["plain", "fused", "stored"]
-_PASSES: tuple[Pass, Pass] = ("first", "second")
 WRITES = 3  # copies of rows of a host table whose updates return, at most; one more is in use, and one fetched ahead
 
 
@@ -210,27 +209,33 @@ def _numbers(run: PlanConfig) -> tuple[torch.dtype, Fp32Precision]:
     return dtype, cast(Fp32Precision, run.config.head.fp32_precision)
 
 
+def row_kernel_options(run: PlanConfig) -> dict[str, Any] | None:
+    """Of the kernels that multiply the table's rows on an H100; None: scores are stored."""
+    kind = gpu_kind((9, 0), _HOPPER_SHARED)
+    return row_options(kind, _numbers(run)[0], run.dim, run.config.head.centers)
+
+
+def stored_widths(run: PlanConfig) -> list[int]:
+    """Bytes of what is stored of each logit between the products of a pass: its score, if that is, and its weight."""
+    return [run.weight_width] if row_kernel_options(run) is not None else [_FLOAT, run.weight_width]
+
+
 def clips_head(run: PlanConfig) -> bool:
     """Whether pass 2 runs once more before the update, for the norm of the gradient."""
     return run.config.optim.clip_head and run.config.optim.clip_norm > 0
 
 
-def fused_tiles(run: PlanConfig) -> tuple[Tile, Tile]:
-    """Of Triton's first and second pass on an H100."""
+def fused_tile(run: PlanConfig) -> Tile:
+    """Of Triton's first fused pass on an H100."""
     dtype, precision = _numbers(run)
     head = run.config.head  # rows that are fetched lie side by side on the device
     is_general = head.centers > 1 or (run.is_sampled and head.placement == "device")
-    first, second = (
-        shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision, is_general=is_general)
-        for which in _PASSES
-    )
-    return first, second
+    return shipped_tile("first", (9, 0), _HOPPER_SHARED, dtype, run.dim, precision, is_general=is_general)
 
 
-def fused_scratch(run: PlanConfig, rows: int) -> tuple[int, int]:
-    """Bytes of both of Triton's passes over so many rows: sums by parts of the classes; gradients before the update."""
-    samples = run.samples_of(1), run.samples_of(2)
-    return scratch_bytes(samples, rows, run.dim, fused_tiles(run), PROCESSORS)
+def _partial_sums(run: PlanConfig) -> int:
+    """Bytes of the first pass of Triton's fused kernels: sums by parts of the classes."""
+    return scratch_bytes(run.samples_of(1), run.rows_of(1), run.dim, fused_tile(run), PROCESSORS)
 
 
 def _gradients(run: PlanConfig, rows: int) -> int:
@@ -245,9 +250,7 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     if shape == "stored":
         return _stored_block(run, rows, passes=passes)
     if shape == "fused":
-        if passes == 2 and not run.stores_no_gradient:
-            return _gradients(run, rows)
-        return fused_scratch(run, run.rows_of(passes))[passes - 1]
+        return _gradients(run, rows) if passes == 2 else _partial_sums(run)
     if passes == 1:
         sums = run.group_batch * run.dim * _FLOAT  # of rows that are pulled together
         return _plain_block(run, rows, passes=1) + 2 * sums
@@ -263,13 +266,13 @@ def _norm_block(run: PlanConfig, device: Device) -> int:
 
 
 def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:
-    """A chunk's scratch where kernels take logits that are stored: scores, weights, sums, copies of listed rows."""
+    """A chunk's scratch where kernels store weights, and maybe scores: both, sums, copies of listed rows."""
     samples, dim, width = run.samples_of(passes), run.dim, run.weight_width
-    scratch = rows * samples * (_FLOAT + width)
+    scratch = rows * samples * sum(stored_widths(run))
     copied = dim * width if run.is_sampled else 0
     if passes == 2:  # the last chunk's copies live until its rows are updated
         return scratch + min(2 * rows, run.updated_rows) * copied + _gradients(run, rows)
-    sums = rows // (SUMMED_CLASSES * run.config.head.centers) * 8
+    sums = rows // (summed_classes(row_kernel_options(run)) * run.config.head.centers) * 8
     return scratch + rows * copied + samples * (sums + 2 * dim * _FLOAT)
 
 

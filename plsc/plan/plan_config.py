@@ -111,11 +111,6 @@ class PlanConfig:
         return math.ceil(self.batch * self.batch_share * self.head_ranks / self.tp)
 
     @property
-    def stores_no_gradient(self) -> bool:
-        """Whether a kernel of pass 2 may update its rows: replicas sum the gradient first, frozen rows are put back."""
-        return self.replicas == 1 and self.config.head.frozen_rows is None
-
-    @property
     def filter_rows(self) -> int:
         """Rows of a sample's class that each pass compares with every row, a label a sample; 0 without a filter."""
         return 0 if self.config.head.negative_filter is None else self.config.head.centers

@@ -10,7 +10,7 @@ from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
 from plsc.plan.head_traffic import head_traffic
-from plsc.plan.memory import clips_head, pass_shape, row_bytes
+from plsc.plan.memory import clips_head, pass_shape, row_bytes, stored_widths
 from plsc.plan.plan_config import PlanConfig
 
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
@@ -69,13 +69,13 @@ def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: 
 def _products(run: PlanConfig, device: Device) -> float:
     """Two products in each pass, and one with each row of a filter: 8·B·C·D over all, shared out between the ranks.
 
-    Those around stored logits are large, and write and read them meanwhile: that is counted as traffic alone.
+    Those around stored weights are large, and write and read them meanwhile: that is counted as traffic alone.
     """
     samples, speed, seconds = run.group_batch * run.micro_batches, _product_speed(run, device), 0.0
     for passes, rows in ((1, run.visited_rows), (2, run.updated_rows)):
         flops = (4 + 2 * run.filter_rows) * samples * rows * run.config.embedding_dim
         if pass_shape(run, device, passes) == "stored":
-            moved = samples * rows * (4 + run.weight_width)
+            moved = samples * rows * sum(stored_widths(run))
             seconds += max(flops / (speed * _STORED_SHARE) - moved / device.bandwidth, 0.0)
         else:
             seconds += flops / (speed * HEAD_SHARE)

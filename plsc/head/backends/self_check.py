@@ -1,6 +1,6 @@
 """Checks of a backend's kernels against float64 on the device that runs them: a kernel that disagrees is not used.
 
-:func:`check_passes`, :func:`check_update` and :func:`check_update_pass` return errors beside their bounds. A head asks
+:func:`check_passes` and :func:`check_update` return errors beside their bounds. A head asks
 :func:`why_no_passes`, and its optimizer :func:`why_no_update`, about the kernels that it is going to run: once per
 process and kind of table. ``PLSC_SELF_CHECK=0`` leaves those two out. ``plsc doctor`` checks more kinds, and always.
 """
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,9 +147,8 @@ def why_no_update(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> str 
     if backend.updater(kind) == backend.update:
         return None
     usual = replace(kind, rule=_terms(kind.rule))
-    checks = (check_update, check_update_pass) if has_update_pass(backend) else (check_update,)
     key = ("update", backend.name, usual.rule, tuple(kind.state_dtypes.items()), kind.rounding, shard)
-    return _verdict(key, lambda: [deviation for check in checks for deviation in check(backend, shard, usual)])
+    return _verdict(key, lambda: check_update(backend, shard, usual))
 
 
 def _verdict(key: tuple[object, ...], check: Callable[[], list[Deviation]]) -> str | None:
@@ -291,16 +289,6 @@ class _Trial:
         with _under_check(backend):
             updater(chunk, gradient.clone(), self.state, self.update)
 
-    def run_pass(self, backend: TorchBackend, update_pass: Callable[..., None]) -> dict[str, Tensor]:
-        """Run pass 2 with the update as ``update_pass`` makes it; weights, 1/norms and state in float64 after it."""
-        batch = self.shard.samples(self.rows)
-        updater = backend.updater(self.kind)
-        with _under_check(backend):
-            inputs = PassInputs(self.rows, batch, *self.shard.derivatives(), self.shard.chunk)
-            update_pass(inputs, updater, lambda chunk: self.state, self.update)
-        tables = {name: table.read(slice(None), torch.float64) for name, table in self.state.items()}
-        return {"weights": self.rows.weight.double(), "1/norms": self.rows.inverse_norm.double(), **tables}
-
 
 def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[Deviation]:
     """Compare an update of ``shard``'s rows, state and norms with the same in float64, which rounds nothing.
@@ -320,23 +308,6 @@ def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[
             found += _stored(name.replace("_", " "), table.values, table.scale, exact.state[name].values, visited)
         norms = 1 / rows.weight.double().norm(dim=1)
         return [*found, Deviation("1/norms", _relative(rows.inverse_norm, norms), _NORM_BOUND)]
-
-
-def has_update_pass(backend: TorchBackend) -> bool:
-    """Return whether a kernel of ``backend`` makes pass 2 and the update in one."""
-    return backend.takes_passes and type(backend).update_pass is not TorchBackend.update_pass
-
-
-def check_update_pass(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[Deviation]:
-    """Compare ``backend``'s pass 2 that ends with the update with its pass 2 and its update apart.
-
-    Returns:
-        The differences of weights, norms and state, relative in the Frobenius norm.
-    """
-    with plain_arithmetic(shard.device):
-        runs = (backend.update_pass, partial(TorchBackend.update_pass, backend))
-        together, apart = (_Trial.of(shard, kind).run_pass(backend, run) for run in runs)
-        return [Deviation(f"{name} of pass 2", _relative(together[name], apart[name]), _SAME_BOUND) for name in apart]
 
 
 def _stored(name: str, got: Tensor, scale: Tensor | None, want: Tensor, visited: slice | Tensor) -> list[Deviation]:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from plsc.head.backends import triton_passes, triton_stored
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, StateOf, TorchBackend, Updater
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, TorchBackend, Updater
 from plsc.head.backends.triton_shape import NEVER, Threshold
 from plsc.head.backends.triton_update import has_kernel, update_rows
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.update_rules import Update, UpdateKind
+from plsc.head.update_rules import UpdateKind
 
 _SMALLEST_CAPABILITY = (8, 0)  # bfloat16 matrix units
 
@@ -96,13 +96,6 @@ class TritonBackend(TorchBackend):
             return super().second_pass(inputs)
         second_pass = triton_stored.second_pass if self._stores(inputs.batch) else triton_passes.second_pass
         return second_pass(inputs, self._precision)
-
-    def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
-        """See :meth:`TorchBackend.update_pass`. With a kernel as ``updater``, fused passes make both in one launch."""
-        if updater is update_rows and self._takes(inputs.batch) and not self._stores(inputs.batch):
-            triton_passes.update_pass(inputs, self._precision, state, update)
-            return
-        super().update_pass(inputs, updater, state, update)
 
     def updater(self, kind: UpdateKind) -> Updater:
         """See :meth:`TorchBackend.updater`."""

@@ -2,11 +2,10 @@
 
 Scores, exponentials and the second product of a pass stay inside one program: no (classes, B) matrix is stored. Pass 1
 is FlashAttention's forward with a fixed maximum of 0, which bounded logits allow: a program takes some samples through
-many classes. In pass 2 it takes some classes through all samples, and their gradient never leaves it: the update of
-their rows follows in the same program. Import this module only where
+many classes. In pass 2 it takes some classes through all samples. Import this module only where
 :func:`plsc.head.backends.triton_backend.runs_on` holds.
 
-D is cut into tiles, as are the accumulators, so that an update holds few values beside them. With FLIPPED the
+D is cut into tiles, as are the accumulators. With FLIPPED the
 accumulators are transposed, columns of D along the rows of the matrix unit: tensor memory and Hopper's instructions
 take 64 rows or more, however few samples or classes a program has. Triton gives the warps of a product that feeds
 another one block of rows each (of columns, where there are more of those), so that a block with too few of them is
@@ -18,11 +17,8 @@ computed several times: see :mod:`plsc.head.backends.triton_tiles`.
 import triton
 import triton.language as tl
 
-from plsc.head.backends.triton_update_kernels import CHANGING_NUMBERS, update_tile
-
 # their values must not specialise the kernel: each would compile it anew
 _CHANGING = ["first", "start", "n", "batch", "s"]
-_CHANGING_UPDATE = [*_CHANGING, "parks", "first_number", "key", "factor", *CHANGING_NUMBERS]
 
 
 @triton.jit
@@ -65,28 +61,6 @@ def _scores(tiles, held, ROWS: tl.constexpr, HELD: tl.constexpr, FLIPPED, PRECIS
         else:
             total = _product(held[tile], tl.trans(tiles[tile]), total, PRECISION, WIDEN)
     return total
-
-
-@triton.jit
-def _scores_while_reading(at, inside, held, ROWS: tl.constexpr, HELD: tl.constexpr, FLIPPED, PRECISION, WIDEN):
-    """:func:`_scores` of rows that are yet to be read at ``at``, and their tiles.
-
-    A tile is read while the one before it is multiplied: all of them at once would take more registers than the
-    accumulators leave beside an update.
-    """
-    total = tl.zeros((ROWS, HELD) if FLIPPED else (HELD, ROWS), dtype=tl.float32)
-    tiles = ()
-    following = tl.load(at, mask=inside[:, None], other=0.0)
-    for tile in tl.static_range(len(held)):
-        current = following
-        if tile + 1 < len(held):
-            following = tl.load(at + (tile + 1) * held[0].shape[1], mask=inside[:, None], other=0.0)
-        if FLIPPED:
-            total = _product(current, tl.trans(held[tile]), total, PRECISION, WIDEN)
-        else:
-            total = _product(held[tile], tl.trans(current), total, PRECISION, WIDEN)
-        tiles = tiles + (current,)
-    return total, tiles
 
 
 @triton.jit
@@ -228,9 +202,7 @@ def first_pass(
 
 
 @triton.jit
-def _gradient_tiles(
-    table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, UPDATES
-):
+def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS):
     """The gradient by the unit rows of a program's classes, summed over all samples, as tiles of D."""
     features, position, log_z, scale, target_grad, member, batch, s = samples
     TILES: tl.constexpr = dim // TILE
@@ -248,11 +220,8 @@ def _gradient_tiles(
     for sample in range(0, batch.to(tl.int64), BLOCK_B):
         held = b < batch - sample
         x_at = features + sample * dim + (b[:, None] * dim + d[None, :])
-        if UPDATES:
-            scores, x = _scores_while_reading(x_at, held, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
-        else:
-            x = _tiles(x_at, held, dim, TILE)
-            scores = _scores(x, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+        x = _tiles(x_at, held, dim, TILE)
+        scores = _scores(x, w, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
         logits = scores * _along(rho * s, CLASS_AXIS)
         share = tl.load(scale + sample + b, mask=held, other=0.0)
         p = tl.exp2(logits - _along(tl.load(log_z + sample + b, mask=held, other=0.0), SAMPLE_AXIS))
@@ -273,17 +242,6 @@ def _gradient_tiles(
             p = tl.where(_is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS), p, 0.0)
         totals = _accumulated(totals, p.to(table[0].dtype.element_ty), x, FLIPPED, PRECISION, WIDEN)
     return totals
-
-
-@triton.jit
-def _program_rows(index, first, slot, n, CENTERS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which of a program's slots hold a row, the rows' positions among those of the launch, and in the table."""
-    SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
-    begin = tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
-    held = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
-    at = (begin + slot // SLOTS) * CENTERS + slot % SLOTS
-    rows = first + at if index is None else tl.load(index + at, mask=held, other=0)
-    return held, at, rows
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -313,116 +271,17 @@ def gradient_pass(
     WIDEN: tl.constexpr,
     LABELS: tl.constexpr,
 ):
-    """Pass 2 that stores the gradient by the unit rows, for an update that is not its own."""
+    """Pass 2: the gradient by the unit rows, (n·K, D) float32."""
     table = (weight, inverse_norm, index, first)
     samples = (features, position, log_z, scale, target_grad, member, batch, s)
     totals = _gradient_tiles(
-        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, False
+        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS
     )
-    held, at, _ = _program_rows(index, first, tl.arange(0, BLOCK_N), n, CENTERS, BLOCK_N)
+    SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
+    slot, begin = tl.arange(0, BLOCK_N), tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
+    held = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
+    at = (begin + slot // SLOTS) * CENTERS + slot % SLOTS
     columns = tl.arange(0, TILE)
     for tile in tl.static_range(dim // TILE):
         values = tl.trans(totals[tile]) if FLIPPED else totals[tile]
         tl.store(gradient + at[:, None] * dim + tile * TILE + columns[None, :], values, mask=held[:, None])
-
-
-@triton.jit
-def _park(totals, parking, taken, parks, dim, TILE, BLOCK_N, FLIPPED):
-    """Store the gradient of a program's slots in a free part of ``parking`` (parks, BLOCK_N, dim); return which.
-
-    An update has no registers left beside the accumulators of a matrix unit. There are about as many parts as programs
-    run at a time, so that all of them stay in the second-level cache. ``taken`` (parks,) int32 says which are in use;
-    a program that finds none free waits for one that will be: those that hold one never wait.
-    """
-    park = tl.program_id(0) % parks
-    while tl.atomic_cas(taken + park, 0, 1) != 0:
-        park = (park + 1) % parks
-    at = parking + park.to(tl.int64) * (BLOCK_N * dim)
-    at += tl.arange(0, BLOCK_N)[:, None] * dim + tl.arange(0, TILE)[None, :]
-    for tile in tl.static_range(dim // TILE):
-        values = tl.trans(totals[tile]) if FLIPPED else totals[tile]
-        tl.store(at + tile * TILE, values, eviction_policy="evict_last")
-    tl.debug_barrier()  # other threads of the program read it
-    return park.to(tl.int64)
-
-
-@triton.jit
-def _leave(taken, park):
-    """Free a part of the parking, once every thread of the program has read it."""
-    tl.debug_barrier()
-    tl.atomic_xchg(taken + park, 0)
-
-
-@triton.jit(do_not_specialize=_CHANGING_UPDATE)
-def update_pass(
-    weight,
-    features,
-    inverse_norm,
-    index,
-    position,
-    log_z,
-    scale,
-    target_grad,
-    member,
-    first,
-    start,
-    n,
-    batch,
-    s,
-    first_moment,
-    first_scale,
-    second_moment,
-    second_scale,
-    parking,
-    taken,
-    parks,
-    row_numbers,
-    first_number,
-    skip,
-    key,
-    factor,
-    smallest_norm,
-    step_size,
-    rate1,
-    decay,
-    beta2,
-    rate2,
-    correction2,
-    eps,
-    dim: tl.constexpr,
-    CENTERS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    LABELS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    UPDATE_STAGES: tl.constexpr,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Pass 2, and the update of its rows: see :mod:`plsc.head.backends.triton_update_kernels` for the arguments."""
-    table = (weight, inverse_norm, index, first)
-    samples = (features, position, log_z, scale, target_grad, member, batch, s)
-    totals = _gradient_tiles(
-        table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN, LABELS, True
-    )
-    state = (first_moment, first_scale, second_moment, second_scale)
-    step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
-    park = _park(totals, parking, taken, parks, dim, TILE, BLOCK_N, FLIPPED)
-    parked = parking + park * (BLOCK_N * dim)
-    if skip is not None:
-        n = tl.where(tl.load(skip) == 0, n, 0)
-    columns = tl.arange(0, triton.next_power_of_2(dim))
-    for done in tl.range(0, BLOCK_N, BLOCK_ROWS, num_stages=UPDATE_STAGES):
-        slot = done + tl.arange(0, BLOCK_ROWS)
-        held, at, rows = _program_rows(index, first, slot, n, CENTERS, BLOCK_N)
-        inside = held[:, None] & (columns < dim)[None, :]
-        local = rows if row_numbers is None else tl.load(row_numbers + at, mask=held, other=0)
-        gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
-        w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        places = (rows, columns, held, local + first_number)
-        update_tile(gradient, w, table, state, places, step, dim, BLOCK_ROWS, RULE, STOCHASTIC)
-    _leave(taken, park)

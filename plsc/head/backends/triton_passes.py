@@ -6,30 +6,22 @@ device's kind and the batch's size alone, and in float64 over the parts, in thei
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch, PassInputs, StateOf
+from plsc.head.backends.torch_backend import Batch, PassInputs
 from plsc.head.backends.triton_tiles import Tile, choose_tile, processor_count
-from plsc.head.backends.triton_update import mark_written, rule_arguments
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.update_rules import Update
 
 # Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
 _MOST_CLASSES = 1 << 18  # to a program of pass 1
 SUMMED_CLASSES = 4096  # in float32, tile by tile; such sums are added up in float64
 _PROGRAMS = 4  # of pass 1 for each of the device's processors
-_REGISTERS = 1 << 16  # of a processor, of 32 bits
-_OTHER_REGISTERS = 64  # of a thread, at least about, beside those that its share of the accumulators takes
-_UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
-_UPDATE_STAGES = 2  # the next of them are on their way from memory while some are updated
 _LOG2_E = 1 / math.log(2)
 MOST_LABELS = 16  # of a sample: a tile is compared with each
-_forced_parks: int | None = None
 
 
 def first_pass(
@@ -102,46 +94,6 @@ def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[
         yield chunk, gradient
 
 
-def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, update: Update) -> None:
-    """Run pass 2, and the update of :func:`plsc.head.backends.triton_update.update_rows` in the same programs.
-
-    Its result is that of the gradient and that function, bit for bit.
-    """
-    from plsc.head.backends import triton_pass_kernels as kernels
-
-    rows, features = inputs.rows, inputs.batch.features
-    tile, arguments = _prepared(inputs, precision)
-    dim, step = features.shape[1], tile.classes(rows.centers)
-    largest = inputs.chunk_size if rows.is_streamed else rows.num_classes
-    parks = _parks(processor_count(features.device), tile, dim, -(-largest // step))
-    parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
-    taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
-    for chunk in rows.chunks(max(largest, 1)):
-        tables = state(chunk)
-        _launch(
-            kernels.update_pass,
-            -(-(chunk.stop - chunk.start) // step),
-            tile,
-            chunk,
-            precision,
-            **_table(chunk),
-            **arguments,
-            **rule_arguments(update, tables),
-            parking=parking,
-            taken=taken,
-            row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None,
-            parks=parks,
-            **update_options(tile, dim),
-        )
-        mark_written(chunk, tables)
-
-
-def update_options(tile: Tile, dim: int) -> dict[str, int]:
-    """Constants of the update at the end of pass 2."""
-    rows = max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1)
-    return {"BLOCK_ROWS": min(rows, tile.slots), "UPDATE_STAGES": _UPDATE_STAGES}
-
-
 def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
     """Pass 2's tile, and those arguments of its kernels that all chunks share."""
     batch, device = inputs.batch, inputs.batch.features.device
@@ -206,43 +158,15 @@ def class_parts(classes: int, blocks: int, step: int, processors: int) -> tuple[
     return share, -(-classes // share)
 
 
-def _parks(processors: int, tile: Tile, dim: int, programs: int) -> int:
-    """How many programs of pass 2 may be between product and update at a time; others wait.
-
-    They are as many as can run at once, by the registers that their accumulators take: what is parked has to stay in
-    the second-level cache, and a part that no program could use would only be one more place in it.
-    """
-    if _forced_parks is not None:
-        return _forced_parks
-    at_once = _REGISTERS // (tile.slots * dim + _OTHER_REGISTERS * tile.threads)
-    return max(min(max(at_once, 1) * processors, programs), 1)
-
-
-@contextmanager
-def force_parks(parks: int) -> Iterator[None]:
-    """Park no more than ``parks`` gradients within, so that programs wait for each other's; for checks."""
-    global _forced_parks
-    before, _forced_parks = _forced_parks, parks
-    try:
-        yield
-    finally:
-        _forced_parks = before
-
-
-def scratch_bytes(
-    samples: tuple[int, int], classes: int, dim: int, tiles: tuple[Tile, Tile], processors: int
-) -> tuple[int, int]:
-    """Bytes that :func:`first_pass` and :func:`update_pass` take beside the table, at most, for a plan.
+def scratch_bytes(samples: int, classes: int, dim: int, tile: Tile, processors: int) -> int:
+    """Bytes that :func:`first_pass` takes beside the table, at most, for a plan.
 
     Args:
-        samples: B of pass 1 and of pass 2.
+        samples: B of pass 1.
         classes: that are visited, of one centre.
         dim: D.
-        tiles: of both passes.
+        tile: of pass 1.
         processors: of the device.
     """
-    first, second = tiles
-    _, parts = class_parts(max(classes, 1), -(-samples[0] // first.samples), first.slots, processors)
-    summed = samples[0] * dim * (parts * 4 + (8 + 4 if parts > 1 else 0))  # in float32, float64 and float32
-    parked = _parks(processors, second, dim, -(-classes // second.slots)) * second.slots * dim * 4
-    return summed, parked
+    _, parts = class_parts(max(classes, 1), -(-samples // tile.samples), tile.slots, processors)
+    return samples * dim * (parts * 4 + (8 + 4 if parts > 1 else 0))  # in float32, float64 and float32

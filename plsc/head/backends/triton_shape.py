@@ -1,10 +1,10 @@
 """Which shape the passes have on a GPU: fused, or with their logits stored; by the number of samples.
 
-Fused passes move the table and nothing else, and keep few samples or classes in a program: their rate of products is
-bounded by what a program reads again and again from the second-level cache. Stored ones multiply at the rate of large
-products, and pay for it in device memory: for the logits by sample, and by class for more reads of the rows and a
-gradient that is stored. So there is a number of samples from which on they are faster. It is computed from data sheets;
-on a GPU it is measured, once for each kind of table, and kept in the user's cache.
+Fused passes keep few samples or classes in a program: their rate of products is bounded by what a program reads again
+and again from the second-level cache. Stored ones multiply at the rate of large products, and pay for it in device
+memory: for the weights and maybe the scores of logits by sample, and by class for more reads of the rows. So there is a
+number of samples from which on they are faster. It is computed from data sheets; on a GPU it is measured, once for each
+kind of table, and kept in the user's cache.
 
 ``PLSC_HEAD_SHAPE``: "fused" and "stored" choose for every batch, "computed" has nothing measured.
 """
@@ -28,6 +28,7 @@ from plsc.files import write_json
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import plain_arithmetic
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
+from plsc.head.backends.triton_stored import row_options
 from plsc.head.backends.triton_tiles import MOST_CENTERS, Tile, gpu_kind, gpu_properties, shipped_tile
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows, default_chunk_size
@@ -41,8 +42,9 @@ COMPUTED = "computed"  # of a threshold that is to be measured
 SHAPES = ("fused", "stored", "computed")
 _STEP = 128  # samples, to whose multiples a computed number is rounded up
 LARGE_SHARE = 0.7  # of the sheet's products per second, that large products reach
+_ROW_SHARE = 0.55  # likewise, of both products of a pass where a kernel multiplies rows: measured on an H100
 _EPILOGUE = 16  # instructions for each logit of a fused pass, beside which its products stand still
-_MEASURED_CLASSES, _MEASURED_BATCHES, _ROUNDS = 1 << 17, (128, 256, 512, 1024, 2048, 4096), 3
+_MEASURED_CLASSES, _MEASURED_BATCHES, _ROUNDS = 1 << 19, (128, 256, 512, 1024, 2048, 4096), 3
 _found: dict[tuple[str, str], int] = {}  # what this process measured or read, by file and key
 
 
@@ -130,8 +132,8 @@ def computed(capability: tuple[int, int], shared: int, kind: RowKind) -> int:
         shared: bytes of shared memory that a block of threads may have.
         kind: of the rows, for which there are fused kernels.
     """
-    speeds, width = _SPEEDS[gpu_kind(capability, shared)], kind.dtype.itemsize
-    flops, row = 4 * kind.dim, kind.dim * width  # of a logit and a pass, in two products; bytes
+    gpu, width = gpu_kind(capability, shared), kind.dtype.itemsize
+    speeds, flops, row = _SPEEDS[gpu], 4 * kind.dim, kind.dim * width  # of a logit, in two products; bytes
     fused = 0.0
     for which in ("first", "second"):
         tile = shipped_tile(
@@ -139,10 +141,12 @@ def computed(capability: tuple[int, int], shared: int, kind: RowKind) -> int:
         )  # fmt: skip
         shared_by = tile.samples if which == "first" else tile.slots
         fused += _fused_seconds(speeds, tile, flops, row / shared_by) + _EPILOGUE / speeds.instructions
-    stored = 2 * (flops / (LARGE_SHARE * speeds.products) + (4 + width) / speeds.memory)
-    # the rows twice more, and their gradient in float32, there and back
-    by_class = (2 * row + 8 * kind.dim) / speeds.memory
-    return NEVER if fused <= stored else -(-int(by_class / (fused - stored) + 1) // _STEP) * _STEP
+    if row_options(gpu, kind.dtype, kind.dim, kind.centers) is None:
+        stored = 2 * (flops / (LARGE_SHARE * speeds.products) + (4 + width) / speeds.memory)
+    else:
+        stored = 2 * flops / (_ROW_SHARE * speeds.products)
+    again = 2 * row / speeds.memory  # the second product of each pass reads the rows once more
+    return NEVER if fused <= stored else -(-int(again / (fused - stored) + 1) // _STEP) * _STEP
 
 
 def _fused_seconds(speeds: _Speeds, tile: Tile, flops: float, read: float) -> float:

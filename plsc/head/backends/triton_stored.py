@@ -6,6 +6,7 @@ cuBLAS's too, and a kernel stands between the two, which costs the traffic of fl
 of samples: :mod:`plsc.head.backends.triton_shape`. Nothing here waits for the device, and sums are grouped by the
 chunks alone: two runs agree.
 """
+# mypy: disable-error-code="import-untyped"
 
 import math
 from collections.abc import Iterator
@@ -114,24 +115,50 @@ class _Scratch:
         self._features, self._precision, count = features, precision, classes * rows.centers
         apart = size if self.options is None else -(-size // _ALIGNED) * _ALIGNED
         self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
-        self._scores = None
         if self.options is None:
             self._scores = torch.empty(count, size, device=device, dtype=torch.float32)
+        else:  # made once: the host has to be ahead of kernels that take half a millisecond
+            self._described = [
+                _described(features, self.options, "BLOCK_B", "BLOCK_D"),
+                _described(self._weights, self.options, "BLOCK_N", "BLOCK_B"),
+            ]
 
     def fill(self, chunk: Chunk, kernel: Any, *, with_weights: bool = True, **arguments: Any) -> Tensor:
         """Launch ``kernel``, which makes the weights (n·K, B) of a chunk's rows that are returned."""
-        weights = self._weights[: len(chunk.weight)]
-        arguments |= {"inverse_norm": chunk.inverse_norm, "start": chunk.start, "n": chunk.stop - chunk.start}
-        given = weights if with_weights else None
+        weights, count = self._weights[: len(chunk.weight)], chunk.stop - chunk.start
+        arguments |= {"inverse_norm": chunk.inverse_norm, "start": chunk.start, "n": count}
         with torch.cuda.device_of(weights):
             if self.options is not None:
-                _launch_on_rows(kernel, chunk.weight, self._features, given, arguments, self.options)
+                self._launch_on_rows(kernel, chunk.weight, with_weights, arguments, self.options)
             else:
-                assert self._scores is not None
-                scores = self._scores[: len(chunk.weight)]
+                scores = self._scores[: len(weights)]
                 product(chunk.weight, self._features.t(), self._precision, out=scores)
-                _launch_on_scores(kernel, scores, given, arguments, launch_options(chunk.table.centers))
+                arguments["weights"] = weights if with_weights else None
+                _launch_on_scores(kernel, scores, arguments, launch_options(chunk.table.centers))
         return weights
+
+    def _launch_on_rows(
+        self, kernel: Any, weight: Tensor, with_weights: bool, arguments: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Run a kernel over a chunk's rows and all samples, by as many programs as run at a time."""
+        (features, weights), (size, dim) = self._described, self._features.shape
+        blocks = -(-len(weight) // options["BLOCK_N"]) * -(-size // options["BLOCK_B"])
+        kernel[(min(blocks, _PROGRAMS * processor_count(weight.device)),)](
+            **arguments,
+            rows=_described(weight, options, "BLOCK_N", "BLOCK_D"),
+            features=features,
+            weights=weights if with_weights else None,
+            batch=size,
+            dim=dim,
+            **options,
+        )
+
+
+def _described(matrix: Tensor, options: dict[str, Any], *sides: str) -> Any:
+    """A tensor descriptor of a matrix that is read or written in blocks whose ``sides`` the ``options`` have."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [options[side] for side in sides])
 
 
 def launch_options(centers: int) -> dict[str, Any]:
@@ -142,36 +169,10 @@ def launch_options(centers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch_on_scores(
-    kernel: Any, scores: Tensor, weights: Tensor | None, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
+def _launch_on_scores(kernel: Any, scores: Tensor, arguments: dict[str, Any], options: dict[str, Any]) -> None:
     """Run a kernel over a chunk's classes in parts, each for all blocks of samples."""
     if "total" in arguments:
         options["per"] = SUMMED_CLASSES
     parts = -(-arguments["n"] // options.get("per", options["BLOCK_N"]))
     grid = (parts * -(-scores.shape[1] // _SAMPLES),)
-    kernel[grid](**arguments, scores=scores, weights=weights, batch=scores.shape[1], **options)
-
-
-def _launch_on_rows(
-    kernel: Any,
-    weight: Tensor,
-    features: Tensor,
-    weights: Tensor | None,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    """Run a kernel over a chunk's rows and all samples, by as many programs as run at a time."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    classes, samples, columns = options["BLOCK_N"], options["BLOCK_B"], options["BLOCK_D"]
-    blocks = -(-len(weight) // classes) * -(-len(features) // samples)
-    kernel[(min(blocks, _PROGRAMS * processor_count(features.device)),)](
-        **arguments,
-        rows=TensorDescriptor.from_tensor(weight, [classes, columns]),
-        features=TensorDescriptor.from_tensor(features, [samples, columns]),
-        weights=None if weights is None else TensorDescriptor.from_tensor(weights, [classes, samples]),
-        batch=len(features),
-        dim=features.shape[1],
-        **options,
-    )
+    kernel[grid](**arguments, scores=scores, batch=scores.shape[1], **options)

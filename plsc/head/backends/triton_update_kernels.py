@@ -1,10 +1,8 @@
 """The Triton kernel of SGD and AdamW on rows of the class table, and the device functions that it consists of.
 
-A program takes some whole rows through all of an update: every number is read once and written once. The update is a
-device function on a tile of rows in registers, (rows, columns) float32, so that a kernel which has just made the
-gradient of such a tile can update its rows without storing it. Rounding takes the bits of
-:func:`plsc.head.low_precision.random_bits`. Import this module only where
-:func:`plsc.head.backends.triton_backend.runs_on` holds.
+A program takes some whole rows through all of an update, as a tile (rows, columns) float32 in registers: every number
+is read once and written once. Rounding takes the bits of :func:`plsc.head.low_precision.random_bits`. Import this
+module only where :func:`plsc.head.backends.triton_backend.runs_on` holds.
 
 Arguments that both share:
     gradient: the tile's gradient by the unit rows.
