@@ -110,11 +110,13 @@ def test_what_would_leave_less_than_a_hundredth_of_a_card_is_not_promised():
     assert "DOES NOT FIT in 77.2 GiB" in as_text(plan(config, 50_000_000, CARD))
 
 
-def test_products_take_the_floor_over_their_share():
-    hardware = replace(CARD, device=with_speeds(H100, 798.0, 3000.0))
-    timing = estimate(one_rank(settings(batch=512), 50_000_000), hardware).timing
-    assert timing.parts["head, products"] * HEAD_SHARE == pytest.approx(0.131, rel=0.01)
-    assert timing.parts["head, table traffic"] == pytest.approx(50e6 * 4 * 1024 / 3e12, rel=0.02)
+@pytest.mark.parametrize(("batch", "measured"), [(512, 0.332), (1024, 0.537), (2048, 0.960)])
+def test_a_step_of_fifty_million_classes_takes_what_an_h100_took(batch, measured):
+    """benchmarks/results/head_gpu.csv: one GPU, D = 512, bfloat16 rows with int8 momentum, all classes."""
+    hardware = replace(CARD, device=with_speeds(H100, 774.0, 2970.0))
+    timing = estimate(one_rank(settings(batch=batch), 50_000_000), hardware).timing
+    print(timing.parts)
+    assert timing.parts["head, products"] + timing.parts["head, table traffic"] == pytest.approx(measured, rel=0.1)
     assert not any("gather" in name or "reduce" in name for name in timing.parts)
 
 

@@ -36,12 +36,17 @@ def _record(tracer: Tracer, kernel: Any, arguments: dict[str, Any], grid: tuple[
     name, counts = kernel.fn.__name__, tracer.counts
     counts.triton[name] += 1
     counts.launches[place()] += 1
-    tensors = {argument: value for argument, value in arguments.items() if isinstance(value, Tensor)}
+    described = {argument for argument, value in arguments.items() if _is_descriptor(value)}  # with strides
+    tensors = {
+        argument: value.base if argument in described else value
+        for argument, value in arguments.items()
+        if argument in described or isinstance(value, Tensor)
+    }
     strided = any("stride" in argument for argument in arguments)
     for argument, tensor in tensors.items():
         if tensor.device.type != "cuda":
             tracer.problem(f"{name}({argument}) is on {tensor.device.type}")
-        if not (tensor.is_contiguous() or strided):
+        if not (tensor.is_contiguous() or strided or argument in described):
             tracer.problem(f"{name}({argument}) is not contiguous, its strides are {tuple(tensor.stride())}")
     tracer.launched(list(tensors.values()))
     if not tracer.is_last_step:  # all steps launch alike
@@ -52,6 +57,12 @@ def _record(tracer: Tracer, kernel: Any, arguments: dict[str, Any], grid: tuple[
         counts.moved[f"{place()} {name}"] += reached * tensor.element_size()
         if access.wraps:
             tracer.problem(f"{name}({argument}): on the way to an address, {access.wraps}")
+
+
+def _is_descriptor(value: object) -> bool:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return isinstance(value, TensorDescriptor)
 
 
 def _reachable(tensor: Tensor, tensors: Mapping[str, Tensor]) -> int:
@@ -79,6 +90,10 @@ def _signature(
             constants.append((name, value))
         elif isinstance(value, Tensor):
             types.append((name, _TYPES[value.dtype]))
+            values.append((name, None))
+        elif _is_descriptor(value):
+            block = ", ".join(map(str, value.block_shape))
+            types.append((name, f"tensordesc<{_TYPES[value.base.dtype][1:]}[{block}]>"))
             values.append((name, None))
         elif isinstance(value, int):
             types.append((name, "i1" if isinstance(value, bool) else "i32" if abs(value) < 2**31 else "i64"))

@@ -16,6 +16,7 @@ import triton
 from benchmarks.compiled_kernels import (
     GPUS,
     PASSES,
+    ROWS,
     RULES,
     STORED,
     Row,
@@ -27,26 +28,20 @@ from benchmarks.compiled_kernels import (
     read,
     variants,
 )
-from plsc.head.backends import triton_pass_kernels, triton_stored_kernels, triton_update_kernels
+from plsc.head.backends import triton_stored_kernels, triton_update_kernels
 from plsc.head.backends.triton_stored import launch_options
 from plsc.head.backends.triton_tiles import Tile
 
-PARKING = {
-    "lock": r"\batom\..*\bcas\b",
-    "park": r"\bst\.global\..*evict_last",
-    "barrier": r"\bbar\.sync",
-    "read": r"\bld\.global",
-    "free": r"\batom\..*\bexch\b",
-}
 GPU = {gpu.name: gpu for gpu in GPUS}
 INSTRUCTION = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma"}
-RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", "sgd_pass")] + [
-    Variant("gradient_pass", GPU["sm_90a"]),
-    Variant("adamw_pass", GPU["sm_90a"], centers=3),
-    Variant("sgd_pass", GPU["sm_90a"], "fp32", "bf16x3"),
+RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", "gradient_pass")] + [
+    Variant("gradient_pass", GPU["sm_90a"], centers=3),
+    Variant("gradient_pass", GPU["sm_90a"], "fp32", "bf16x3"),
     Variant("sgd_rows", GPU["sm_80"]),
     Variant("adamw_rows", GPU["sm_90a"], listed=True),
     Variant("exponentials", GPU["sm_90a"]),
+    Variant("row_exponentials", GPU["sm_90a"]),
+    Variant("row_probabilities", GPU["sm_100a"]),
     Variant("probabilities", GPU["sm_80"], centers=8),
 ]
 
@@ -68,7 +63,7 @@ def test_the_table_holds_everything_that_ships_and_nothing_is_wrong_in_it(table)
     assert set(table) == shipped
     assert {key(row): problem(row) for row in table.values() if problem(row) is not None} == {}
     for row in table.values():
-        if row.kernel in PASSES and row.dtype == "bf16" and row.dim == 512:
+        if row.kernel in PASSES + ROWS and row.dtype == "bf16" and row.dim == 512:
             assert {part.split()[1] for part in row.instructions.split("; ")} == {INSTRUCTION[row.gpu]}, row
 
 
@@ -79,34 +74,6 @@ def test_a_tile_whose_products_are_made_twice_is_refused(tmp_path, monkeypatch):
     assert row.factor == 2
     assert "products are made 2 times" in problem(row)
     assert problem(compiled(Variant("first_pass", GPU["sm_80"], dim=32))) is None
-
-
-def test_parking_takes_a_lock_and_is_read_behind_a_barrier(tmp_path, monkeypatch):
-    """In the interpreter programs run one by one, and threads do not exist."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    options = Tile(16, 16, 32).options
-    sizes = {name: options.pop(name) for name in ("TILE", "BLOCK_B", "BLOCK_N", "FLIPPED")}
-    constants = {
-        "dim": 32,
-        "CENTERS": 1,
-        "PRECISION": "ieee",
-        "STOCHASTIC": True,
-        "WIDEN": False,
-        "LABELS": 1,
-        "BLOCK_ROWS": 16,
-    }
-    constants |= dict.fromkeys(("index", "row_numbers", "member", "skip")) | {"UPDATE_STAGES": 1}
-    kernel, of_rule = RULES["sgd_pass"]
-    built = compile_for(
-        GPU["sm_80"], getattr(triton_pass_kernels, kernel), constants | sizes | of_rule, options, "bf16"
-    )
-    steps = [name for line in built.asm["ptx"].splitlines() for name, sign in PARKING.items() if re.search(sign, line)]
-    assert steps.index("lock") < steps.index("park")
-    last = len(steps) - 1 - steps[::-1].index("park")
-    assert "barrier" in steps[last : steps.index("read", last)]
-    free = steps.index("free")
-    last = free - 1 - steps[:free][::-1].index("read")
-    assert "barrier" in steps[last:free]
 
 
 @pytest.mark.parametrize("kernel", STORED)

@@ -42,10 +42,10 @@ ON_GPUS = (
     ),
     Defect(
         "copied rows are rounded by the numbers of their places in the copy",
-        "plsc/head/backends/triton_passes.py",
-        "row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None",
-        "row_numbers=None",
-        ("tests/head/test_triton_fused.py",),
+        "plsc/head/backends/triton_update.py",
+        "numbers=chunk.local_rows.contiguous()",
+        "numbers=torch.arange(n, device=weight.device)",
+        ("tests/head/test_triton_update.py",),
     ),
     Defect(
         "a chunk is updated before the replicas have summed its gradient",
@@ -73,6 +73,20 @@ ON_GPUS = (
         _STORED,
         "counted = inside[:, None] & (number[:, None] != target[None, :])",
         "counted = inside[:, None] & (number[:, None] >= 0)",
+        ("tests/head/test_triton_passes.py",),
+    ),
+    Defect(
+        "stored weights: the kernel that multiplies rows counts targets",
+        _STORED,
+        "e = tl.where(slot[:, None] == target[None, :], 0.0, e)",
+        "e = tl.where(slot[:, None] == target[None, :], e, e)",
+        ("tests/head/test_triton_passes.py",),
+    ),
+    Defect(
+        "stored weights: rows past the last class are counted",
+        _STORED,
+        ' + tl.where(inside, 0.0, float("-inf"))[:, None]',
+        "",
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(

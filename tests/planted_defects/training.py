@@ -133,27 +133,6 @@ TRAINING = (
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(
-        "Triton's SGD in pass 2 updates rows in a step that is skipped",
-        "plsc/head/backends/triton_pass_kernels.py",
-        "    if skip is not None:\n",
-        '    if skip is not None and RULE == "adamw":\n',
-        ("tests/head/test_triton_fused.py",),
-    ),
-    Defect(
-        "Triton's pass 2 parks gradients without a lock",
-        "plsc/head/backends/triton_pass_kernels.py",
-        "while tl.atomic_cas(taken + park, 0, 1) != 0:",
-        "while tl.load(taken + park) != 0:",
-        ("tests/head/test_triton_compiles.py",),
-    ),
-    Defect(
-        "Triton's pass 2 reads parked gradients before all threads have stored them",
-        "plsc/head/backends/triton_pass_kernels.py",
-        "    tl.debug_barrier()  # other threads of the program read it\n",
-        "",
-        ("tests/head/test_triton_compiles.py",),
-    ),
-    Defect(
         "Triton's first pass adds hundreds of thousands of exponentials in float32",
         "plsc/head/backends/triton_pass_kernels.py",
         "if done % SUMMED == SUMMED - CLASSES:",
