@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, UsageError
 from plsc.head.key_map import KeyMap, Keys
-from plsc.regular_files import open_regular
+from plsc.regular_files import map_npy, open_regular
 
 if TYPE_CHECKING:
     from plsc.head.backends.torch_backend import Updater
@@ -179,11 +179,7 @@ def _numbers(value: str | Sequence[int] | Tensor, num_classes: int) -> NDArray[n
 def _read(file: str) -> NDArray[Any]:
     if not Path(file).exists():
         raise UsageError(f'there is no frozen_rows = {file}; give "all", "START:STOP", or FILE.npy of class numbers')
-    try:
-        with open_regular(Path(file)):
-            numbers = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise DataError(f"frozen_rows = {file} is no .npy file: {first_line(error)}") from None
+    numbers = map_npy(Path(file), f"frozen_rows = {file}")
     if not isinstance(numbers, np.ndarray):
         raise DataError(f"frozen_rows = {file} is no array of class numbers")
     return numbers

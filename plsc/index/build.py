@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from plsc import files
 from plsc.arguments import as_integer
-from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files
+from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files, write_npy_header
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError, quoted
@@ -151,8 +151,7 @@ def _write_vectors(path: Path, rows: MergedSets, last: Mask) -> None:
     Not through a memory map, whose dirty pages would count towards the memory of the build.
     """
     with path.open("wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(rows), rows.dim)}
-        np.lib.format.write_array_header_1_0(file, header)
+        write_npy_header(file, (len(rows), rows.dim))
         held_out = []
         for start, vectors in rows.unit_chunks():
             is_last = last[start : start + len(vectors)]
