@@ -1,7 +1,6 @@
 """Building an index: gather the sets' rows, normalise them, choose and tune a structure, measure, publish."""
 
 import math
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,14 +71,8 @@ def build(
 def new_index(folder: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``folder``, which takes its place if the block succeeds."""
     tmp_path = folder.with_name(f".{folder.name}.building")
-    with files.new_folder(folder.parent):
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        files.make_folder(tmp_path)
-        try:
-            yield tmp_path
-            files.atomic_replace_dir(tmp_path, folder)
-        finally:
-            shutil.rmtree(tmp_path, ignore_errors=True)
+    with files.new_folder(folder.parent), files.replacing_folder(folder, tmp_path, files.make_folder):
+        yield tmp_path
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
