@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,20 +89,9 @@ class FrozenRows:
         """Which of a chunk's rows (n·K,) are frozen."""
         return self.rows[chunk.local_rows if chunk.table.is_copy else chunk.index]
 
-    @contextmanager
-    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> Iterator[None]:
-        """Give a chunk's frozen rows, their norms and state back what they held, bit for bit, after the block.
-
-        Rows are not listed: how many are frozen is what only the device knows.
-        """
-        tables = [chunk.table.weight, chunk.table.inverse_norm]
-        tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
-        before = [table[chunk.index].clone() for table in tables]
-        yield
-        frozen = self.in_chunk(chunk)
-        for table, values in zip(tables, before, strict=True):
-            now = table[chunk.index]
-            table[chunk.index] = torch.where(frozen.view(-1, *[1] * (now.dim() - 1)), values, now)
+    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> AbstractContextManager[None]:
+        """:func:`kept_rows` of the frozen ones."""
+        return kept_rows(chunk, state, self.in_chunk(chunk))
 
     def updater(self, updater: "Updater") -> "Updater":
         """Return what updates a chunk as ``updater`` does, but for frozen rows."""
@@ -113,6 +102,24 @@ class FrozenRows:
                     updater(rows, gradient[part], state, update)
 
         return update_others
+
+
+@contextmanager
+def kept_rows(chunk: "Chunk", state: Mapping[str, "RowState"], kept: Tensor) -> Iterator[None]:
+    """Give rows of a chunk, their norms and state back what they held, bit for bit, after the block.
+
+    Args:
+        chunk: of the table.
+        state: the optimizer's tables.
+        kept: which rows, or one value for all. They are not listed: how many there are is what only the device knows.
+    """
+    tables = [chunk.table.weight, chunk.table.inverse_norm]
+    tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
+    before = [table[chunk.index].clone() for table in tables]
+    yield
+    for table, values in zip(tables, before, strict=True):
+        now = table[chunk.index]
+        table[chunk.index] = torch.where(kept.view(-1, *[1] * (now.dim() - 1)), values, now)
 
 
 class FrozenKeys:
