@@ -63,16 +63,9 @@ def evaluate_cells(
         rows, readable = [], []
         for model in (old, new):
             data = open_set(source, name, model.preprocessing.image_size)
+            flips = data.is_same is not None if flip is None else flip
             embedded = embed_on_ranks(
-                model,
-                data.images,
-                name,
-                image_size=model.preprocessing.image_size,
-                interpolation=model.preprocessing.interpolation,
-                mesh=mesh,
-                batch_size=batch_size,
-                quiet=quiet,
-                flip=data.is_same is not None if flip is None else flip,
+                model, data.images, name, model.preprocessing, mesh, batch_size=batch_size, flip=flips, quiet=quiet
             )
             rows.append(embedded.rows)
             readable.append(embedded.readable)

@@ -26,7 +26,7 @@ from plsc.evaluation.pairs import (
 )
 from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_summary, sample_identities
 from plsc.evaluation.search import identification, no_retrieval, retrieval
-from plsc.models.preprocessing import BILINEAR, ImageSize
+from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing
 from plsc.parallel.collectives import all_gather_object, all_gather_rows, on_main
 from plsc.parallel.mesh import Mesh, require_mesh
 
@@ -114,20 +114,13 @@ def evaluate(
         UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, an
             embedding is not finite, or nobody in a labelled set has a group.
     """
-    results = {}
+    results, preprocessing = {}, Preprocessing(image_size, interpolation=interpolation)
     names = set_names([data.name if isinstance(data, EvaluationSet) else data for data in sets])
     for source, name in zip(sets, names, strict=True):
         data = source if isinstance(source, EvaluationSet) else open_set(source, name, image_size)
+        flips = data.is_same is not None if flip is None else flip
         embedded = embed_on_ranks(
-            embed,
-            data.images,
-            name,
-            image_size=image_size,
-            interpolation=interpolation,
-            mesh=mesh,
-            batch_size=batch_size,
-            quiet=quiet,
-            flip=data.is_same is not None if flip is None else flip,
+            embed, data.images, name, preprocessing, mesh, batch_size=batch_size, flip=flips, quiet=quiet
         )
         exact: list[Roc] = []  # stays on the first rank: an exact ROC is large
         results[name] = on_main(partial(_score, data, embedded, seed, curves, exact, groups), mesh)
