@@ -7,9 +7,7 @@ the last column escaped as in a keys file.
 """
 
 import itertools
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,7 +21,7 @@ from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.recordio import check_records, record_writer, write_key
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
+from plsc.files import atomic_folder, check_output, new_folder, remove_leftovers
 from plsc.image_files import SUFFIXES, suffix_of
 from plsc.progress import Progress, warn
 
@@ -156,19 +154,13 @@ def _to_records(images: _Images, out: Path, overwrite: bool) -> int:
 def _to_folder(images: _Images, out: Path) -> int:
     """Write ``out/CLASS/…`` and ``out/images.tsv``, atomically; return the number of classes."""
     remove_leftovers(out)
-    tmp_path = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    tmp_path.mkdir()
-    try:
-        names = _OutputNames(images.dataset, images.order)
-        with (tmp_path / LIST_NAME).open("wb") as lines:
-            for index, label, data in images:
-                name = names.add(index, label, suffix_of(data) or "")
-                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / name).write_bytes(data)
-                write_key(lines, name, names.folders[label], images.dataset.key(index))
-        atomic_replace_dir(tmp_path, out)
-    finally:
-        shutil.rmtree(tmp_path, ignore_errors=True)
+    names = _OutputNames(images.dataset, images.order)
+    with atomic_folder(out) as tmp_path, (tmp_path / LIST_NAME).open("wb") as lines:
+        for index, label, data in images:
+            name = names.add(index, label, suffix_of(data) or "")
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+            write_key(lines, name, names.folders[label], images.dataset.key(index))
     return len(names.folders)
 
 

@@ -230,14 +230,8 @@ class Client:
 
     def persons(self, collection: str, *, filter: Filter | None = None) -> Iterator[Person]:
         """Iterate over all persons, or those that match ``filter``, by ascending id; reads page by page."""
-        after: int | None = 0
-        while after is not None:
-            query: dict[str, Any] = {"after": after, "limit": _PAGE}
-            if filter is not None:
-                query["filter"] = _as_json(filter)
-            page = self._request("GET", f"{_path(collection)}/persons", query=query)
-            yield from map(read_person, page["persons"])
-            after = page["next"]
+        query = {} if filter is None else {"filter": _as_json(filter)}
+        yield from map(read_person, self._pages(f"{_path(collection)}/persons", query))
 
     def update_person(
         self,
@@ -345,12 +339,7 @@ class Client:
 
     def missing(self, collection: str) -> Iterator[dict[str, Any]]:
         """Iterate over persons with faces that have no vector of their own by the other model."""
-        after: int | None = 0
-        while after is not None:
-            query = {"after": after, "limit": _PAGE}
-            page = self._request("GET", f"/v1/migrations/{_quoted(collection)}/missing", query=query)
-            yield from page["persons"]
-            after = page["next"]
+        yield from self._pages(f"/v1/migrations/{_quoted(collection)}/missing", {})
 
     def send_pictures(self, collection: str, person: int, pictures: Sequence[Input]) -> list[int]:
         """Send pictures of a person again; returns the faces that they are of, and are embedded for."""
@@ -370,6 +359,13 @@ class Client:
         if step == "cut-over":
             body = {} if max_loss is None else {"max_loss": as_number(max_loss, "max_loss")}
         return dict(self._request("POST", f"/v1/migrations/{_quoted(collection)}/{_quoted(step)}", body) or {})
+
+    def _pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        after: int | None = 0
+        while after is not None:
+            page = self._request("GET", path, query={**query, "after": after, "limit": _PAGE})
+            yield from page["persons"]
+            after = page["next"]
 
     def _about_person(self, method: str, path: str, body: Any = None, **options: Any) -> Person:
         """The person that an answer is about, with its ETag."""

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -147,7 +147,7 @@ def atomic_write_group(paths: Sequence[Path]) -> Iterator[list[Path]]:
     others. A neighbour that was not written has its file removed.
     """
     main, *others = paths
-    tmp_paths = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
+    tmp_paths = [_of_process(path) for path in paths]
     try:
         yield tmp_paths
         for tmp_path in filter(Path.exists, tmp_paths):
@@ -398,37 +398,41 @@ def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
 
 
 @contextmanager
-def atomic_private_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, open to its owner alone, which becomes ``target`` by :func:`atomic_replace_dir`.
-
-    If the block fails, nothing is left of it. Missing parents are made open to their owner alone as well.
-    """
-    target = target.absolute()
-    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def replacing_folder(target: Path, tmp_path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield ``tmp_path``, made by ``make``; it becomes ``target`` by :func:`atomic_replace_dir`, or is removed."""
     try:
-        make_private_folder(target.parent)
         shutil.rmtree(tmp_path, ignore_errors=True)
-        make_private_folder(tmp_path)
+        make(tmp_path)
         yield tmp_path
-        restrict(tmp_path)
         atomic_replace_dir(tmp_path, target)
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @contextmanager
+def atomic_private_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to fill, open to its owner alone, which becomes ``target`` by :func:`atomic_replace_dir`.
+
+    If the block fails, nothing is left of it. Missing parents are made open to their owner alone as well.
+    """
+    target = target.absolute()
+    make_private_folder(target.parent)
+    with replacing_folder(target, _of_process(target), make_private_folder) as tmp_path:
+        yield tmp_path
+        restrict(tmp_path)
+
+
+@contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to fill, which becomes ``target`` by :func:`atomic_replace_dir` unless the block fails."""
     target = target.absolute()
-    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with new_folder(target.parent):
-        try:
-            shutil.rmtree(tmp_path, ignore_errors=True)
-            tmp_path.mkdir()
-            yield tmp_path
-            atomic_replace_dir(tmp_path, target)
-        finally:
-            shutil.rmtree(tmp_path, ignore_errors=True)
+    with new_folder(target.parent), replacing_folder(target, _of_process(target), Path.mkdir) as tmp_path:
+        yield tmp_path
+
+
+def _of_process(path: Path) -> Path:
+    """A temporary neighbour of ``path``, which :func:`remove_leftovers` knows."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h

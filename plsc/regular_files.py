@@ -8,8 +8,9 @@ import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
-from plsc.errors import DataError
+from plsc.errors import DataError, first_line
 
 ALLOW_OUTSIDE = "PLSC_ALLOW_OUTSIDE"  # the environment's: "1" lets links and lists lead out of their folders
 LARGEST_PICTURE = 3 * 2**26 + 2**20  # bytes: of the pixels that are decoded at most, with nothing compressed
@@ -47,6 +48,21 @@ def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_
             return file.read(os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def map_npy(path: Path, named: str) -> Any:
+    """Map a ``.npy`` file, which may hold no array after all: whoever calls looks.
+
+    Raises:
+        DataError: it is none, or cannot be read; the message begins with ``named``.
+    """
+    import numpy as np  # here: commands read files before they need it
+
+    try:
+        with open_regular(path):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(f"{named} is no .npy file: {first_line(error)}") from None
 
 
 def _fault(descriptor: int, path: Path, below: Path | None, largest: int | None) -> str | None:

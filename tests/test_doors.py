@@ -57,8 +57,6 @@ OPENERS = {
     "plsc.serve": "the service's own files",
     "plsc.signing": "a key, and what is a regular file",
     "plsc.sizes": "the system's",
-    "plsc.train.init_rows": "a map of what it has opened by the door",
-    "plsc.train.named_first_rows": "a map of what it has opened by the door",
     "plsc.train.metrics": "the run's own log",
     "plsc.train.resumption": "the system's",
     "plsc.train.stored_table": "what it has just written",

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.cluster.folder import GraphOptions, cluster
     from plsc.cluster.kmeans import KMeansOptions
     from plsc.embedding.embedding_set import EmbeddingSet
-    from plsc.parallel import init, shutdown
+    from plsc.parallel.mesh import initialised
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -92,11 +92,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     top = given.pop("top", 0)
     options = KMeansOptions(seed=args.seed, **given) if args.method == "kmeans" else GraphOptions(args.method, **given)
-    mesh = init("cpu")
-    try:
+    with initialised("cpu") as mesh:
         report = cluster(EmbeddingSet(args.set), args.out, options, mesh, top=top, overwrite=args.overwrite)
-    finally:
-        shutdown()
     if not mesh.is_main:
         return None
     _show(args.out, report)

@@ -86,11 +86,10 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.embedding.extract import extract
     from plsc.embedding.sources import open_images
     from plsc.native.allocator import keep_freed_memory
-    from plsc.parallel import init, shutdown
+    from plsc.parallel.mesh import initialised
 
     keep_freed_memory()
-    mesh = init()
-    try:
+    with initialised() as mesh:
         embedder = open_embedder(
             args.model,
             device=mesh.device,
@@ -111,8 +110,6 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             precision=embedder.precision,
             overwrite=args.overwrite,
         )
-    finally:
-        shutdown()
     return {"out": str(args.out), "precision": embedder.precision, **summary} if mesh.is_main else None
 
 

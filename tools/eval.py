@@ -227,13 +227,12 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.evaluation.groups import read_groups
     from plsc.evaluation.report import groups_table, results_table
     from plsc.native.allocator import keep_freed_memory
-    from plsc.parallel.mesh import init, shutdown
+    from plsc.parallel.mesh import initialised
 
     keep_freed_memory()
-    mesh = init()
     rocs: dict[str, Roc] = {}
     groups = None if args.groups is None else read_groups(args.groups)
-    try:
+    with initialised() as mesh:
         model = args.model
         if model != RAW_PIXELS:
             model = _open(args, mesh)
@@ -250,8 +249,6 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
             rocs=rocs,
             groups=groups,
         )
-    finally:
-        shutdown()
     if not mesh.is_main:
         return None
     sets = result["sets"]
@@ -272,16 +269,13 @@ def _compare(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.evaluation.compatibility import cells_for_table, check_measured, evaluate_cells
     from plsc.evaluation.report import results_table
     from plsc.native.allocator import keep_freed_memory
-    from plsc.parallel.mesh import init, shutdown
+    from plsc.parallel.mesh import initialised
 
     keep_freed_memory()
-    mesh = init()
-    try:
+    with initialised() as mesh:
         old, new = _open(args, mesh, args.old), _open(args, mesh, args.new)
         sources, options = [*args.pairs, *args.data], {"batch_size": args.batch_size, "seed": args.seed}
         sets = evaluate_cells(old, new, sources, mesh=mesh, flip=FLIP[args.flip], **options)
-    finally:
-        shutdown()
     if not mesh.is_main:
         return None
     for name, cells in sets.items():
@@ -306,11 +300,10 @@ def _probe(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.evaluation.probe import NEIGHBOURS, TEMPERATURE, Probe, probe_parts
     from plsc.evaluation.probe_parts import PartReader
     from plsc.parallel.collectives import on_main
-    from plsc.parallel.mesh import init, shutdown
+    from plsc.parallel.mesh import initialised
 
     chosen = Probe(args.probe, args.neighbours or NEIGHBOURS, args.temperature or TEMPERATURE)
-    mesh = init()
-    try:
+    with initialised() as mesh:
         model = None
         if args.model not in (None, RAW_PIXELS):
             model = _open(args, mesh)
@@ -319,8 +312,6 @@ def _probe(args: argparse.Namespace) -> dict[str, Any] | None:
         parts = reader.read(sources, compared=args.train is not None)
         train = None if args.train is None else parts.pop()
         sets = on_main(partial(probe_parts, chosen, train, parts, seed=args.seed), mesh)
-    finally:
-        shutdown()
     if not mesh.is_main:
         return None
     _show_probes(sets)

@@ -351,9 +351,10 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
 
 def _write_joined(shards: "Shards", out: Path) -> list[str]:
     """Write the table; returns the names of the optimizer's tables that went along."""
+    from plsc.embedding.columns import write_npy_header
     from plsc.files import atomic_write
     from plsc.train.checkpoint_writer import write_errors
-    from plsc.train.stored_table import WEIGHT, write_npy_header
+    from plsc.train.stored_table import WEIGHT
     from plsc.train.table_file import write_rows, write_table
 
     tensors = shards.tensors()

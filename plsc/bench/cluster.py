@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.bench.comparison import Contestant, all_contestants, check_names, is_ours
-from plsc.bench.harness import (
-    PeakMemory,
-    Result,
-    be_rank,
-    environment,
-    failure,
-    in_turn,
-    measure_on_ranks,
-    processor_name,
-    summary,
-)
+from plsc.bench.comparison import Contestant, VectorComparison, all_contestants, is_ours
+from plsc.bench.harness import PeakMemory, Result, be_rank, failure, summary
 from plsc.bench.search import make_search_data
 from plsc.cluster.assignment import Assigner, Points
 from plsc.cluster.kmeans import KMeans, KMeansOptions, State, write_state
@@ -34,7 +24,6 @@ from plsc.embedding.columns import Float32
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.parallel.mesh import init
-from plsc.progress import Progress
 
 _FIGURES = ("cpu_s", "wall_s", "memory_mib", "inertia", "iterations")
 
@@ -66,9 +55,10 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ClusterComparison:
+class ClusterComparison(VectorComparison):
     """Request of a comparison; as :class:`plsc.bench.search.SearchComparison`'s, with ``k`` centres."""
 
+    subject, ours = "cluster", CLUSTERINGS
     names: Sequence[str] = ()
     rows: int = 200_000
     dim: int = 256
@@ -79,22 +69,6 @@ class ClusterComparison:
     limit: float = 3600.0
     baselines: str | None = None
 
-    def __post_init__(self) -> None:
-        check_names("cluster", self.names, self.known)
-
-    @property
-    def known(self) -> dict[str, Contestant]:
-        """All contestants that there are, by name."""
-        return all_contestants("cluster", CLUSTERINGS, self.baselines)
-
-    def turn(self, name: str, folder: Path) -> Result:
-        """Measure a contestant once."""
-        if (reason := self.known[name].why_not()) is not None:
-            return {"reason": reason}
-        task = {"contestant": name, "data": str(folder), "iterations": self.iterations, "threads": self.threads}
-        task |= {"baselines": self.baselines}
-        return measure_on_ranks("plsc.bench.cluster", task, threads=self.threads, limit=self.limit)
-
 
 def compare_clusterings(comparison: ClusterComparison, *, quiet: bool = False) -> dict[str, Any]:
     """Measure all in turn, ``comparison.rounds`` times over.
@@ -104,25 +78,21 @@ def compare_clusterings(comparison: ClusterComparison, *, quiet: bool = False) -
         ``memory_mib``, ``inertia`` and ``iterations``; None where it failed. ``ratios``: for each of ours and each
         baseline ``cpu_times``, the baseline's CPU time by ours, and ``inertia_ratio``, ours by the baseline's.
     """
-    names = comparison.names or tuple(comparison.known)
-    progress = Progress("measuring", comparison.rounds * len(names), "turns", interval=2.0, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="plsc-cluster-") as name:
         folder = Path(name)
         rows = np.array(make_search_data(folder, comparison.rows, comparison.dim).rows)
         write_embedding_set(folder / "set.emb", rows, contract_id="benchmark")
         chosen = np.random.default_rng(0).choice(len(rows), comparison.k, replace=False)
         np.save(folder / "start.npy", rows[np.sort(chosen)])
-        rounds = in_turn(names, comparison.rounds, lambda name: comparison.turn(name, folder), progress)
-    progress.finish()
+        rounds = comparison.measure(folder, quiet=quiet, iterations=comparison.iterations)
     return {"rows": [_row(comparison, name, rounds[name]) for name in rounds], "ratios": _ratios(rounds)}
 
 
 def _row(comparison: ClusterComparison, name: str, results: Sequence[Result]) -> dict[str, Any]:
-    sizes = {key: getattr(comparison, key) for key in ("rows", "dim", "k", "threads", "rounds")}
-    row: dict[str, Any] = environment(processor_name()) | {"contestant": name, "label": comparison.known[name].label}
     failed = failure(results)
     figures = summary([] if failed is not None else list(results), _FIGURES, "cpu_s")
-    return row | sizes | figures | {"failed": failed is not None, "note": failed or ""}
+    about = comparison.about(name, "rows", "dim", "k", "threads", "rounds")
+    return about | figures | {"failed": failed is not None, "note": failed or ""}
 
 
 def _ratios(rounds: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -137,6 +137,52 @@ def check_names(subject: str, names: Iterable[str], known: Iterable[str]) -> Non
     if unknown := [name for name in names if name not in known]:
         choices = f"choose from {', '.join(known)} (others need --baselines FILE)"
         raise UsageError(f"--contestants {unknown[0]}: there is no such {_NOUNS[subject]}; {choices}")
+
+
+class VectorComparison:
+    """What comparisons over one set of vectors share: their contestants, and turns of one process each.
+
+    A subclass is a frozen dataclass, whose fields are those below and more.
+
+    Raises:
+        UsageError: an unknown contestant.
+    """
+
+    subject: ClassVar[str]  # the name of its module, and of its part of the file of baselines
+    ours: ClassVar[Mapping[str, Contestant]]
+    names: Sequence[str]
+    threads: int
+    rounds: int
+    limit: float
+    baselines: str | None
+
+    def __post_init__(self) -> None:
+        check_names(self.subject, self.names, self.known)
+
+    @property
+    def known(self) -> dict[str, Contestant]:
+        """All contestants that there are, by name."""
+        return all_contestants(self.subject, self.ours, self.baselines)
+
+    def measure(self, folder: Path, *, quiet: bool, **options: Any) -> dict[str, list[Result]]:
+        """Measure all on the data of ``folder`` in turn, ``rounds`` times over; ``options`` are of a turn's task."""
+        names = self.names or tuple(self.known)
+        progress = Progress("measuring", self.rounds * len(names), "turns", interval=2.0, quiet=quiet)
+        task = {"data": str(folder), "threads": self.threads, "baselines": self.baselines, **options}
+        rounds = in_turn(names, self.rounds, partial(self._turn, task), progress)
+        progress.finish()
+        return rounds
+
+    def _turn(self, task: Mapping[str, Any], name: str) -> Result:
+        if (reason := self.known[name].why_not()) is not None:
+            return {"reason": reason}
+        own = {**task, "contestant": name}
+        return measure_on_ranks(f"plsc.bench.{self.subject}", own, threads=self.threads, limit=self.limit)
+
+    def about(self, name: str, *sizes: str) -> dict[str, Any]:
+        """What a row begins with: the environment, the contestant, and the values of ``sizes`` here."""
+        row = environment(processor_name()) | {"contestant": name, "label": self.known[name].label}
+        return row | {size: getattr(self, size) for size in sizes}
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from plsc.bench.comparison import Contestant, all_contestants, check_names, is_ours
-from plsc.bench.harness import (
-    PeakMemory,
-    Result,
-    be_rank,
-    environment,
-    failure,
-    in_turn,
-    measure_on_ranks,
-    median,
-    processor_name,
-    summary,
-)
+from plsc.bench.comparison import Contestant, VectorComparison, all_contestants, is_ours
+from plsc.bench.harness import PeakMemory, Result, be_rank, failure, median, summary
 from plsc.index.rows import Float32, Int64
 from plsc.index.scan import ExactScan
-from plsc.progress import Progress
 
 PER_IDENTITY = 10
 SAME_COSINE = 0.6  # expected between two vectors of one identity; 0 between two identities
@@ -201,7 +189,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class SearchComparison:
+class SearchComparison(VectorComparison):
     """Request of a comparison; ``seconds`` is the time of a batch size in a turn, ``limit`` that of a whole turn.
 
     ``names`` are contestants, ours alone if there are none; ``baselines`` is the file with those that are not ours.
@@ -210,6 +198,7 @@ class SearchComparison:
         UsageError: an unknown contestant.
     """
 
+    subject, ours = "search", SEARCHES
     names: Sequence[str] = ()
     rows: int = 200_000
     dim: int = 512
@@ -220,22 +209,6 @@ class SearchComparison:
     limit: float = 300.0
     baselines: str | None = None
 
-    def __post_init__(self) -> None:
-        check_names("search", self.names, self.known)
-
-    @property
-    def known(self) -> dict[str, Contestant]:
-        """All contestants that there are, by name."""
-        return all_contestants("search", SEARCHES, self.baselines)
-
-    def turn(self, name: str, data: SearchData) -> Result:
-        """Measure a contestant once."""
-        if (reason := self.known[name].why_not()) is not None:
-            return {"reason": reason}
-        task = {"contestant": name, "data": str(data.folder), "batches": list(self.batches), "seconds": self.seconds}
-        task |= {"threads": self.threads, "baselines": self.baselines}
-        return measure_on_ranks("plsc.bench.search", task, threads=self.threads, limit=self.limit)
-
 
 def compare_searches(comparison: SearchComparison, *, quiet: bool = False) -> dict[str, Any]:
     """Measure all searches in turn, ``comparison.rounds`` times over.
@@ -243,12 +216,11 @@ def compare_searches(comparison: SearchComparison, *, quiet: bool = False) -> di
     Returns:
         ``rows``, one per contestant and batch (see :func:`search_row`), and ``ratios`` (see :func:`search_ratios`).
     """
-    names = comparison.names or tuple(comparison.known)
-    progress = Progress("measuring", comparison.rounds * len(names), "turns", interval=2.0, quiet=quiet)
-    with tempfile.TemporaryDirectory(prefix="plsc-search-") as folder:
-        data = make_search_data(Path(folder), comparison.rows, comparison.dim)
-        rounds = in_turn(names, comparison.rounds, lambda name: comparison.turn(name, data), progress)
-    progress.finish()
+    with tempfile.TemporaryDirectory(prefix="plsc-search-") as name:
+        folder = Path(name)
+        make_search_data(folder, comparison.rows, comparison.dim)
+        options = {"batches": list(comparison.batches), "seconds": comparison.seconds}
+        rounds = comparison.measure(folder, quiet=quiet, **options)
     rows = [
         search_row(comparison, name, batch, results) for batch in comparison.batches for name, results in rounds.items()
     ]
@@ -262,15 +234,8 @@ def search_row(comparison: SearchComparison, name: str, batch: int, results: Seq
     search of the batch; ``recall`` is the share of the ten true rows found; ``memory_mib`` the peak above the
     libraries.
     """
-    row: dict[str, Any] = environment(processor_name()) | {
-        "contestant": name,
-        "label": comparison.known[name].label,
-        "rows": comparison.rows,
-        "dim": comparison.dim,
-        "batch": batch,
-        "threads": comparison.threads,
-        "rounds": comparison.rounds,
-    }
+    row = comparison.about(name, "rows", "dim") | {"batch": batch}
+    row |= {"threads": comparison.threads, "rounds": comparison.rounds}
     failed = failure(results)
     good = [] if failed is not None else list(results)
     at_batch = [result["batches"][str(batch)] for result in good]

@@ -35,6 +35,11 @@ def save_array(path: Path, array: Array) -> None:
         np.save(file, np.ascontiguousarray(array), allow_pickle=False)
 
 
+def write_npy_header(file: BinaryIO, shape: Sequence[int], dtype: str = "<f4") -> None:
+    """Write what stands before the values in a ``.npy`` file, of one length for all ``shape[0]``: numpy pads it."""
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": tuple(shape)})
+
+
 def open_array(file: Path | BinaryIO, shape: tuple[int | None, ...], dtype: str) -> Array:
     """Memory-map a ``.npy`` file for reading; an open one is closed, and the map stays.
 
@@ -99,17 +104,12 @@ def save_strings(folder: Path, name: str, strings: Iterable[str]) -> None:
     data_file, offsets_file = string_files(name)
     offsets = array("q", [0])
     with (folder / data_file).open("wb") as file:
-        _write_length(file, 0)  # overwritten below, once it is known
+        write_npy_header(file, (0,), "|u1")  # overwritten below, once it is known
         for text in strings:
             offsets.append(offsets[-1] + file.write(text.encode("utf-8", errors="replace")))
         file.seek(0)
-        _write_length(file, offsets[-1])
+        write_npy_header(file, (offsets[-1],), "|u1")
     save_array(folder / offsets_file, np.frombuffer(offsets, dtype=np.int64))
-
-
-def _write_length(file: BinaryIO, count: int) -> None:
-    """Write the ``.npy`` header of ``count`` bytes; all have one length, since numpy pads for the number to grow."""
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
 def open_strings(files: Callable[[str], Path | BinaryIO], name: str, count: int) -> PackedStringColumn:

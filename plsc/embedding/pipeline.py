@@ -24,8 +24,6 @@ from plsc.embedding.columns import Array, Float32, Mask
 from plsc.embedding.embedder import Embedder, embed_images
 from plsc.errors import DataError, PlscError
 from plsc.models.preprocessing import (
-    BILINEAR,
-    ImageSize,
     Preprocessing,
     picture_warnings,
     resize_image,
@@ -173,10 +171,9 @@ def embed_on_ranks(
     embed: Embed,
     images: ImageSource,
     name: str,
-    *,
-    image_size: ImageSize,
-    interpolation: str = BILINEAR,
+    preprocessing: Preprocessing,
     mesh: Mesh,
+    *,
     batch_size: int,
     flip: bool = True,
     quiet: bool = False,
@@ -191,8 +188,7 @@ def embed_on_ranks(
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) on any device.
         images: the images to embed.
         name: the set's name, in messages.
-        image_size: the side of squares in pixels, or (height, width).
-        interpolation: by which pictures are resized to it.
+        preprocessing: to whose size, and by whose interpolation, pictures are resized.
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
         flip: add the embedding of each image's mirror image.
@@ -208,7 +204,7 @@ def embed_on_ranks(
     parts: list[Tensor] = []
     errors: dict[int, str] = {}
     warnings: dict[int, str] = {}
-    decoded = decoded_ahead(images, ranges, Preprocessing(image_size, interpolation=interpolation))
+    decoded = decoded_ahead(images, ranges, preprocessing)
     for rows_of, batch in zip(ranges, decoded, strict=True):
         with torch.no_grad():
             part = embed(batch.images).float()

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from plsc.embedding.columns import Float32, Int64, Mask
+from plsc.embedding.columns import Float32, Mask
 from plsc.embedding.embedder import Embedder
 from plsc.embedding.pipeline import embed_on_ranks
 from plsc.errors import DataError, UsageError
-from plsc.evaluation.evaluator import EvaluationSet, open_set, sample_pairs, set_names
-from plsc.evaluation.pairs import squared_distances, ten_folds, unit_rows_float32
-from plsc.evaluation.roc import all_pairs_roc, roc_from_scores, roc_summary, sample_identities
-from plsc.evaluation.search import identification, no_retrieval
+from plsc.evaluation.evaluator import NOT_OF_PAIRS, EvaluationSet, identified, open_set, set_names
+from plsc.evaluation.pairs import alternating, verification
+from plsc.evaluation.search import no_retrieval
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
@@ -64,16 +63,9 @@ def evaluate_cells(
         rows, readable = [], []
         for model in (old, new):
             data = open_set(source, name, model.preprocessing.image_size)
+            flips = data.is_same is not None if flip is None else flip
             embedded = embed_on_ranks(
-                model,
-                data.images,
-                name,
-                image_size=model.preprocessing.image_size,
-                interpolation=model.preprocessing.interpolation,
-                mesh=mesh,
-                batch_size=batch_size,
-                quiet=quiet,
-                flip=data.is_same is not None if flip is None else flip,
+                model, data.images, name, model.preprocessing, mesh, batch_size=batch_size, flip=flips, quiet=quiet
             )
             rows.append(embedded.rows)
             readable.append(embedded.readable)
@@ -100,35 +92,13 @@ def _cells(
         query, gallery = (by_model[name] for name in cell.split("/"))
         if data.is_same is not None:
             complete = both[0::2] & both[1::2]
-            found[cell] = _paired(query[0::2][complete], gallery[1::2][complete], data.is_same[complete])
+            pairs = alternating(query[0::2][complete], gallery[1::2][complete])
+            found[cell] = verification(pairs, data.is_same[complete]) | NOT_OF_PAIRS
         else:
             assert data.labels is not None
-            found[cell] = _labelled(query[both], gallery[both], data.labels[both], seed)
+            found[cell], _ = identified(query[both], data.labels[both], seed, gallery[both])
         found[cell] |= counts
     return found
-
-
-def _paired(query: Float32, gallery: Float32, is_same: Mask) -> dict[str, Any]:
-    """The results of pairs (N,), of whose images the first is the query."""
-    distances = squared_distances(_alternating(query, gallery), is_same.size)
-    results = ten_folds(distances, is_same) | roc_summary(roc_from_scores(1.0 - distances / 2.0, is_same))
-    return results | {"rank1": None, "rank5": None, "open_set": None, "identities": None}
-
-
-def _labelled(query: Float32, gallery: Float32, labels: Int64, seed: int) -> dict[str, Any]:
-    """The results of labelled images that both models have embedded."""
-    first, second, is_same = sample_pairs(labels, seed)
-    distances = squared_distances(_alternating(query[first], gallery[second]), is_same.size)
-    sample = sample_identities(labels, seed)
-    units = unit_rows_float32(query)[sample], unit_rows_float32(gallery)[sample]
-    results = ten_folds(distances, is_same) | roc_summary(all_pairs_roc(units[0], labels[sample], units[1]))
-    ranks = identification(query, labels, seed=seed, gallery=gallery)
-    results |= {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
-    return results | {"identities": len(np.unique(labels))}
-
-
-def _alternating(first: Float32, second: Float32) -> Float32:
-    return np.stack([first, second], axis=1).reshape(2 * len(first), first.shape[1])
 
 
 def cells_for_table(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -16,12 +16,21 @@ from plsc.embedding.columns import Float32, Int64, Mask
 from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
 from plsc.errors import DataError
 from plsc.evaluation.groups import group_rates
-from plsc.evaluation.pairs import check_finite, squared_distances, ten_folds, unit_rows_float32
-from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_from_scores, roc_summary, sample_identities
+from plsc.evaluation.pairs import (
+    alternating,
+    check_finite,
+    squared_distances,
+    ten_folds,
+    unit_rows_float32,
+    verified_pairs,
+)
+from plsc.evaluation.roc import Roc, all_pairs_roc, plot_data, roc_summary, sample_identities
 from plsc.evaluation.search import identification, no_retrieval, retrieval
-from plsc.models.preprocessing import BILINEAR, ImageSize
+from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing
 from plsc.parallel.collectives import all_gather_object, all_gather_rows, on_main
 from plsc.parallel.mesh import Mesh, require_mesh
+
+NOT_OF_PAIRS = dict.fromkeys(("rank1", "rank5", "open_set", "identities"))
 
 
 @dataclass(frozen=True)
@@ -105,20 +114,13 @@ def evaluate(
         UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, an
             embedding is not finite, or nobody in a labelled set has a group.
     """
-    results = {}
+    results, preprocessing = {}, Preprocessing(image_size, interpolation=interpolation)
     names = set_names([data.name if isinstance(data, EvaluationSet) else data for data in sets])
     for source, name in zip(sets, names, strict=True):
         data = source if isinstance(source, EvaluationSet) else open_set(source, name, image_size)
+        flips = data.is_same is not None if flip is None else flip
         embedded = embed_on_ranks(
-            embed,
-            data.images,
-            name,
-            image_size=image_size,
-            interpolation=interpolation,
-            mesh=mesh,
-            batch_size=batch_size,
-            quiet=quiet,
-            flip=data.is_same is not None if flip is None else flip,
+            embed, data.images, name, preprocessing, mesh, batch_size=batch_size, flip=flips, quiet=quiet
         )
         exact: list[Roc] = []  # stays on the first rank: an exact ROC is large
         results[name] = on_main(partial(_score, data, embedded, seed, curves, exact, groups), mesh)
@@ -141,32 +143,40 @@ def _score(
     readable = embedded.readable
     if data.is_same is not None:
         complete = readable[0::2] & readable[1::2]
-        pairs, is_same = embedded.rows[np.repeat(complete, 2)], data.is_same[complete]
-        distances = squared_distances(pairs, is_same.size)
-        roc = roc_from_scores(1.0 - distances / 2.0, is_same)
-        results = ten_folds(distances, is_same) | roc_summary(roc)
-        results |= {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
+        results, roc = verified_pairs(embedded.rows[np.repeat(complete, 2)], data.is_same[complete])
+        results |= {**NOT_OF_PAIRS, "retrieval": no_retrieval()}
     else:
         assert data.labels is not None
         rows, labels = embedded.rows[readable], data.labels[readable]
-        results, roc = _labelled(rows, labels, seed)
+        results, roc = identified(rows, labels, seed)
+        unit = unit_rows_float32(rows)
+        results["retrieval"] = retrieval(unit, labels, seed=seed)
         if groups is not None:
-            results["by_group"] = group_rates(unit_rows_float32(rows), labels, data.class_names, groups, roc, seed)
+            results["by_group"] = group_rates(unit, labels, data.class_names, groups, roc, seed)
     exact.append(roc)
     counts = {"images": len(data.images), "unreadable": int(np.sum(~readable))}
     return results | counts | (plot_data(roc) if curves else {})
 
 
-def _labelled(rows: Float32, labels: Int64, seed: int) -> tuple[dict[str, Any], Roc]:
-    """The results of labelled embeddings, and their exact ROC."""
+def identified(rows: Float32, labels: Int64, seed: int, gallery: Float32 | None = None) -> tuple[dict[str, Any], Roc]:
+    """The results of labelled embeddings but "retrieval", and their exact ROC.
+
+    Args:
+        rows: (N, D).
+        labels: (N,).
+        seed: as in :func:`evaluate`.
+        gallery: what another model makes of the same images, which is searched and compared with; None: ``rows``.
+    """
+    enrolled = rows if gallery is None else gallery
     first, second, is_same = sample_pairs(labels, seed)
-    distances = squared_distances(rows[np.stack([first, second], axis=1).reshape(-1)], is_same.size)
-    sample, unit = sample_identities(labels, seed), unit_rows_float32(rows)
-    roc = all_pairs_roc(unit[sample], labels[sample])
-    ranks = identification(rows, labels, seed=seed)
+    distances = squared_distances(alternating(rows[first], enrolled[second]), is_same.size)
+    sample = sample_identities(labels, seed)
+    others = None if gallery is None else unit_rows_float32(gallery[sample])
+    roc = all_pairs_roc(unit_rows_float32(rows[sample]), labels[sample], others)
+    ranks = identification(rows, labels, seed=seed, gallery=gallery)
     results = ten_folds(distances, is_same) | roc_summary(roc)
     results |= {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
-    return results | {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}, roc
+    return results | {"identities": len(np.unique(labels))}, roc
 
 
 def score(embeddings: torch.Tensor, labels: torch.Tensor, *, seed: int = 0) -> dict[str, Any]:
@@ -187,7 +197,8 @@ def score(embeddings: torch.Tensor, labels: torch.Tensor, *, seed: int = 0) -> d
     if rows.ndim != 2 or numbers.shape != rows.shape[:1]:
         raise DataError(f"embeddings {rows.shape} and labels {numbers.shape} do not fit: give (N, D) and (N,)")
     check_finite(rows)
-    return _labelled(rows, numbers, seed)[0] | {"images": len(rows)}
+    found = retrieval(unit_rows_float32(rows), numbers, seed=seed)
+    return identified(rows, numbers, seed)[0] | {"retrieval": found, "images": len(rows)}
 
 
 class Evaluator:

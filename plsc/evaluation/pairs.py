@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from plsc.embedding.columns import Float32, Float64, Int64, Mask
 from plsc.errors import DataError
-from plsc.evaluation.roc import roc_from_scores, roc_summary
+from plsc.evaluation.roc import Roc, roc_from_scores, roc_summary
 
 FOLDS = 10
 ACCURACY_THRESHOLDS = np.arange(0, 4, 0.01)
@@ -34,10 +34,19 @@ def verification(embeddings: NDArray[np.floating], is_same: Mask) -> dict[str, A
     Raises:
         DataError: the number of rows is not twice that of pairs, or a value is not finite.
     """
-    truth = np.asarray(is_same, dtype=bool)
-    distances = squared_distances(embeddings, truth.size)
-    roc = roc_from_scores(1.0 - distances / 2.0, truth)
-    return ten_folds(distances, truth) | roc_summary(roc)
+    return verified_pairs(embeddings, np.asarray(is_same, dtype=bool))[0]
+
+
+def verified_pairs(embeddings: NDArray[np.floating], is_same: Mask) -> tuple[dict[str, Any], Roc]:
+    """:func:`verification`, and the exact ROC of the pairs."""
+    distances = squared_distances(embeddings, is_same.size)
+    roc = roc_from_scores(1.0 - distances / 2.0, is_same)
+    return ten_folds(distances, is_same) | roc_summary(roc), roc
+
+
+def alternating(first: Float32, second: Float32) -> Float32:
+    """The rows (2N, D) of pairs, whose images are rows of ``first`` and of ``second`` (N, D)."""
+    return np.stack([first, second], axis=1).reshape(2 * len(first), first.shape[1])
 
 
 def squared_distances(embeddings: NDArray[np.floating], pairs: int) -> Float64:

@@ -17,6 +17,7 @@ import numpy as np
 
 from plsc.embedding.columns import Float32, Float64, Int64
 from plsc.errors import DataError, UsageError
+from plsc.evaluation.search import parts_of
 from plsc.index.scan import ExactSearch
 
 KINDS = ("knn", "linear")
@@ -25,7 +26,6 @@ INSTALL = "pip install plsc-torch[cluster]"
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)  # inverse, of the sum of the images' losses: scikit-learn's C
 _ITERATIONS = 1000
 _HELD_OUT = 0.2  # of the training images, to choose the penalty on
-_VALUES = 8_000_000  # of an intermediate array
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ Ranks = tuple[Int64, dict[str, Any]]  # how many wrong classes score as much as 
 def _knn(chosen: Probe, train: Float32, labels: Int64, test: Float32, wanted: Int64, seed: int) -> Ranks:
     del seed  # nothing is drawn
     search, k = ExactSearch(train), min(chosen.neighbours, len(train))
-    parts = _blocks(len(test), k * k)
+    parts = parts_of(len(test), k * k)
     found = [_votes(*search.search(test[part], k), labels, wanted[part], chosen.temperature) for part in parts]
     return np.concatenate(found), {"neighbours": k, "temperature": chosen.temperature}
 
@@ -205,14 +205,8 @@ def _model_ranks(model: Any, rows: Float32, wanted: Int64) -> Int64:
     score: Callable[[Float32], Float64] = model.predict_log_proba
     columns = np.searchsorted(model.classes_, wanted)
     ranks = []
-    for part in _blocks(len(rows), len(model.classes_)):
+    for part in parts_of(len(rows), len(model.classes_)):
         scores = score(rows[part])
         own = np.take_along_axis(scores, columns[part, None], axis=1)
         ranks.append((scores >= own).sum(axis=1) - 1)
     return np.concatenate(ranks).astype(np.int64)
-
-
-def _blocks(queries: int, values: int) -> list[slice]:
-    """Cut queries so that ``values`` for each of a block may be held."""
-    step = max(_VALUES // values, 1)
-    return [slice(start, start + step) for start in range(0, queries, step)]

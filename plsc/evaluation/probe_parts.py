@@ -67,16 +67,7 @@ class PartReader:
         embed: Embed = raw_pixels if self.model is None else self.model
         taken = Preprocessing(self.image_size) if self.model is None else self.model.preprocessing
         images = open_dataset(source, image_size=taken.image_size)
-        embedded = embed_on_ranks(
-            embed,
-            images,
-            name,
-            image_size=taken.image_size,
-            interpolation=taken.interpolation,
-            mesh=self.mesh,
-            batch_size=self.batch_size,
-            flip=self.flip,
-        )
+        embedded = embed_on_ranks(embed, images, name, taken, self.mesh, batch_size=self.batch_size, flip=self.flip)
         return _labelled(name, embedded.rows, np.where(embedded.readable, images.labels, -1), images.class_names)
 
 

@@ -92,7 +92,7 @@ def open_set(
     mated = np.setdiff1d(np.flatnonzero(~unknown[identity]), first)
     tpir: dict[str, float | None] = dict.fromkeys(FPIRS)
     if impostors.size and mated.size and known.size:
-        gallery, parts = enrolled[first[known]], _parts(len(impostors), len(known))
+        gallery, parts = enrolled[first[known]], parts_of(len(impostors), len(known))
         best = np.concatenate([(unit[impostors[part]] @ gallery.T).max(axis=1) for part in parts])
         false_positives = np.sort(best)[::-1]
         own, better = _ranked(unit[mated], gallery, column[identity[mated]])
@@ -107,16 +107,16 @@ def _ranked(probes: Float32, gallery: Float32, own: Int64) -> tuple[Float32, Int
     """Return per probe its ``own`` column's score, and how many others score at least as much."""
     own_score = np.empty(len(probes), dtype=np.float32)
     better = np.empty(len(probes), dtype=np.int64)
-    for part in _parts(len(probes), len(gallery)):
+    for part in parts_of(len(probes), len(gallery)):
         scores = probes[part] @ gallery.T
         own_score[part] = np.take_along_axis(scores, own[part, None], axis=1)[:, 0]
         better[part] = np.sum(scores >= own_score[part, None], axis=1) - 1
     return own_score, better
 
 
-def _parts(queries: int, rows: int) -> list[slice]:
-    """Cut so many queries that the scores of a part with ``rows`` may be held."""
-    step = max(_SCORES // rows, 1)
+def parts_of(queries: int, values: int) -> list[slice]:
+    """Cut so many queries that ``values`` for each of a part, such as its scores, may be held."""
+    step = max(_SCORES // values, 1)
     return [slice(start, start + step) for start in range(0, queries, step)]
 
 
@@ -153,7 +153,7 @@ def retrieval(unit: Float32, labels: Int64, *, seed: int = 0, max_scores: int = 
         queries = np.sort(np.random.default_rng(seed).choice(queries, most, replace=False))
     if not queries.size:
         return no_retrieval()
-    parts = [queries[part] for part in _parts(len(queries), len(labels))]
+    parts = [queries[part] for part in parts_of(len(queries), len(labels))]
     means = np.concatenate([_figures(rows, part, begin[part], end[part]) for part in parts]).mean(axis=0)
     names = [*(f"recall@{k}" for k in RECALLS), "map@r", "r_precision"]
     return {**dict(zip(names, means.tolist(), strict=True)), "queries": len(queries)}

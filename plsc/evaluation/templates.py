@@ -20,7 +20,7 @@ from plsc.errors import DataError, UsageError
 from plsc.evaluation.pairs import unit_rows
 from plsc.evaluation.roc import plot_data, roc_from_scores, roc_summary
 from plsc.evaluation.search import no_retrieval
-from plsc.models.preprocessing import ImageSize, check_square
+from plsc.models.preprocessing import ImageSize, Preprocessing, check_square
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 from plsc.text_files import read_integers, text_lines
@@ -112,9 +112,8 @@ def ijb(
     faces = read_faces(folder, prefix, check_square(image_size, "IJB's protocol aligns faces, which"))
     comparisons: list[TemplatePairs] = []  # read before the long work, so that errors show early; on the first rank
     on_main(lambda: comparisons.append(_checked_pairs(faces, prefix)), mesh)
-    embedded = embed_on_ranks(
-        embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet
-    )
+    preprocessing = Preprocessing(image_size)
+    embedded = embed_on_ranks(embed, faces, prefix, preprocessing, mesh, batch_size=batch_size, quiet=quiet)
     return {prefix: on_main(lambda: _score(faces, embedded, comparisons[0], curves), mesh)}
 
 

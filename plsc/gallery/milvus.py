@@ -36,18 +36,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy.typing as npt
-
 from plsc.errors import StorageError, UsageError
-from plsc.gallery.filters import Filter
 from plsc.gallery.milvus_client import MilvusServer, RegistryEntry
 from plsc.gallery.milvus_rows import MilvusRows
 from plsc.gallery.rows import Change
-from plsc.gallery.store import Store
+from plsc.gallery.store import Query, Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import check_query, is_collection_name, no_collection, now
+from plsc.gallery.validation import is_collection_name, no_collection, now
 from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
-from plsc.index.rows import unit_vectors
 
 WRITER = "0"  # the registry's row that names the writing process; no collection's name begins with a digit
 _T = TypeVar("_T")
@@ -134,18 +130,9 @@ class MilvusStore(Store):
     def _reading(self, collection: str) -> Iterator[MilvusRows]:
         yield self._rows_of(collection)
 
-    def _search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        k: int,
-        threshold: float,
-        filter: Filter | None,
-        contract_id: str | None,
-    ) -> list[list[Match]]:
+    def _search(self, collection: str, query: Query) -> list[list[Match]]:
         rows = self._rows_of(collection)
-        check_query(rows.info, contract_id)
-        return rows.search(unit_vectors(queries, rows.info.dim), k, threshold, filter)
+        return rows.search(query.units(rows.info), query.k, query.threshold, query.filter)
 
     # --- maintenance ---
 

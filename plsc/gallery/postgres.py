@@ -15,19 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy.typing as npt
-
 from plsc.errors import StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
-from plsc.gallery.filters import Filter
 from plsc.gallery.person_search import group_by_person
 from plsc.gallery.postgres_rows import PostgresRows
 from plsc.gallery.rows import Change
-from plsc.gallery.store import Store
+from plsc.gallery.store import Query, Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import check_query, now
+from plsc.gallery.validation import now
 from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
-from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
 
@@ -124,23 +120,12 @@ class PostgresStore(Store):
         with self._transaction() as connection:
             yield rows.find_collection(connection, collection)
 
-    def _search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        k: int,
-        threshold: float,
-        filter: Filter | None,
-        contract_id: str | None,
-    ) -> list[list[Match]]:
+    def _search(self, collection: str, query: Query) -> list[list[Match]]:
         with self._transaction(read_only=True) as connection:
             found = rows.find_collection(connection, collection)
-            check_query(found.info, contract_id)
-            hidden = found.expired_ids()
-            return [
-                group_by_person(found.face_search(query, filter, hidden), k, threshold)
-                for query in unit_vectors(queries, found.info.dim)
-            ]
+            units, hidden = query.units(found.info), found.expired_ids()
+            fetches = [found.face_search(unit, query.filter, hidden) for unit in units]
+            return [group_by_person(fetch, query.k, query.threshold) for fetch in fetches]
 
     # --- maintenance ---
 

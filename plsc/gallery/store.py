@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -39,9 +39,31 @@ from plsc.gallery.values import (
     StoredAnswer,
     Unchanged,
 )
+from plsc.index.rows import unit_vectors
 
 _NONE: Final[Mapping[str, npt.ArrayLike]] = MappingProxyType({})
 _T = TypeVar("_T")
+
+
+class Query(NamedTuple):
+    """A search with valid options, whose ``vectors`` (Q, D) were not checked; for the rest see :meth:`Store.search`."""
+
+    vectors: npt.ArrayLike
+    k: int
+    threshold: float
+    filter: Filter | None
+    contract_id: str | None
+
+    def units(self, collection: Collection) -> Float32:
+        """Return the vectors in float32, of length 1.
+
+        Raises:
+            ConflictError: they are of another model than the collection's.
+            UsageError: they do not fit its dimension, or have no direction.
+        """
+        if self.contract_id is not None:
+            validation.check_contract(collection, self.contract_id)
+        return unit_vectors(self.vectors, collection.dim)
 
 
 class Store(SecondSpaces):
@@ -82,16 +104,8 @@ class Store(SecondSpaces):
         """Create a collection whose name and dimension are valid; None: there is one of the name."""
 
     @abstractmethod
-    def _search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        k: int,
-        threshold: float,
-        filter: Filter | None,
-        contract_id: str | None,
-    ) -> list[list[Match]]:
-        """Search with valid options for queries that were not checked."""
+    def _search(self, collection: str, query: Query) -> list[list[Match]]:
+        """Search as ``query`` asks."""
 
     def _refuse(self, what: str, given: object) -> None:
         """Raise :class:`UnsupportedError` if something was given that needs what the backend lacks."""
@@ -273,7 +287,7 @@ class Store(SecondSpaces):
         """
         validation.check_search(k, threshold)
         _check_filter(filter)
-        return self._search(collection, queries, int(k), float(threshold), filter, contract_id)
+        return self._search(collection, Query(queries, int(k), float(threshold), filter, contract_id))
 
     def prepare_filter(self, collection: str, filter: Filter) -> Filter:
         """Look up who matches, where that takes long, for one search with the result soon after, on any thread.

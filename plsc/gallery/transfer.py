@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from plsc.embedding.columns import open_array
+from plsc.embedding.columns import open_array, write_npy_header
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
@@ -332,19 +332,14 @@ def _write_collection(folder: Path, index: int, info: Collection, rows: PersonRo
     lines, vectors_path = _copy_files(folder, index)
     persons = faces = 0
     with lines.open("w", encoding="utf-8") as text, vectors_path.open("wb") as numbers:
-        _write_header(numbers, (0, info.dim))
+        write_npy_header(numbers, (0, info.dim))
         for person, vectors in rows:
             text.write(json.dumps(asdict(person), allow_nan=False) + "\n")
             numbers.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
             persons, faces = persons + 1, faces + len(vectors)
         numbers.seek(0)
-        _write_header(numbers, (faces, info.dim))
+        write_npy_header(numbers, (faces, info.dim))
     return {**asdict(info), "persons": persons, "faces": faces}
-
-
-def _write_header(file: BinaryIO, shape: tuple[int, int]) -> None:
-    """Write the header of an array of float32; numpy makes it as long for any number of rows."""
-    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
 
 def _read_collection(folder: Path, index: int, info: Collection) -> Iterator[tuple[Person, Float32]]:

@@ -105,12 +105,6 @@ def check_contract(collection: Collection, contract_id: str) -> None:
         )
 
 
-def check_query(collection: Collection, contract_id: str | None) -> None:
-    """Raise :class:`ConflictError` if queries are of a model, ``contract_id``, that is not the collection's."""
-    if contract_id is not None:
-        check_contract(collection, contract_id)
-
-
 def check_name(name: Any) -> str | None:
     """Return a person's name; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
     if name is None or (isinstance(name, str) and len(name) <= MAX_NAME and _is_storable(name)):

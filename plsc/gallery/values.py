@@ -4,14 +4,15 @@ A *collection* holds *persons*; a person has a name, metadata and *faces*; a fac
 have int64 ids, unique within their collection and never reused.
 """
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from plsc.client_values import KEEP as KEEP
+from plsc.client_values import Unchanged as Unchanged
 from plsc.errors import PreconditionError
 
 Float32 = npt.NDArray[np.float32]
@@ -129,15 +130,6 @@ class PersonSummary:
     name: str | None
     metadata: Metadata
     external_id: str | None = None
-
-
-class Unchanged(enum.Enum):
-    """The type of :data:`KEEP`."""
-
-    KEEP = "keep"
-
-
-KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where None would remove it
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plsc.head.frozen_rows import FrozenRows
 from plsc.head.low_precision import Rounding, RowState
+from plsc.head.sampling import places_in
 from plsc.parallel.tensor_shard import TensorShard
 
 SMALLEST_NORM = 1e-12  # lower bound of the norms that rows and embeddings are divided by
@@ -110,14 +111,9 @@ class ClassRows:
 
     def positions(self, local_labels: Tensor) -> Tensor:
         """Index of each label (B,) among the selected classes, −1 where it is not one of them, or of another shard."""
-        count = self.weight.shape[0] // self.centers
-        owned = (local_labels >= 0) & (local_labels < count)
-        if self.selected is None:
-            return torch.where(owned, local_labels, -1)
-        if self.selected.numel() == 0:
-            return torch.full_like(local_labels, -1)
-        index = torch.searchsorted(self.selected, local_labels).clamp(max=self.selected.numel() - 1)
-        return torch.where(owned & (self.selected[index] == local_labels), index, -1)
+        if self.selected is not None:
+            return places_in(self.selected, local_labels)
+        return torch.where((local_labels >= 0) & (local_labels < self.num_classes), local_labels, -1)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The selected classes in order, ``size`` at a time."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, UsageError
 from plsc.head.key_map import KeyMap, Keys
-from plsc.regular_files import open_regular
+from plsc.regular_files import map_npy, open_regular
 
 if TYPE_CHECKING:
     from plsc.head.backends.torch_backend import Updater
@@ -89,20 +89,9 @@ class FrozenRows:
         """Which of a chunk's rows (n·K,) are frozen."""
         return self.rows[chunk.local_rows if chunk.table.is_copy else chunk.index]
 
-    @contextmanager
-    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> Iterator[None]:
-        """Give a chunk's frozen rows, their norms and state back what they held, bit for bit, after the block.
-
-        Rows are not listed: how many are frozen is what only the device knows.
-        """
-        tables = [chunk.table.weight, chunk.table.inverse_norm]
-        tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
-        before = [table[chunk.index].clone() for table in tables]
-        yield
-        frozen = self.in_chunk(chunk)
-        for table, values in zip(tables, before, strict=True):
-            now = table[chunk.index]
-            table[chunk.index] = torch.where(frozen.view(-1, *[1] * (now.dim() - 1)), values, now)
+    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> AbstractContextManager[None]:
+        """:func:`kept_rows` of the frozen ones."""
+        return kept_rows(chunk, state, self.in_chunk(chunk))
 
     def updater(self, updater: "Updater") -> "Updater":
         """Return what updates a chunk as ``updater`` does, but for frozen rows."""
@@ -113,6 +102,24 @@ class FrozenRows:
                     updater(rows, gradient[part], state, update)
 
         return update_others
+
+
+@contextmanager
+def kept_rows(chunk: "Chunk", state: Mapping[str, "RowState"], kept: Tensor) -> Iterator[None]:
+    """Give rows of a chunk, their norms and state back what they held, bit for bit, after the block.
+
+    Args:
+        chunk: of the table.
+        state: the optimizer's tables.
+        kept: which rows, or one value for all. They are not listed: how many there are is what only the device knows.
+    """
+    tables = [chunk.table.weight, chunk.table.inverse_norm]
+    tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
+    before = [table[chunk.index].clone() for table in tables]
+    yield
+    for table, values in zip(tables, before, strict=True):
+        now = table[chunk.index]
+        table[chunk.index] = torch.where(kept.view(-1, *[1] * (now.dim() - 1)), values, now)
 
 
 class FrozenKeys:
@@ -179,11 +186,7 @@ def _numbers(value: str | Sequence[int] | Tensor, num_classes: int) -> NDArray[n
 def _read(file: str) -> NDArray[Any]:
     if not Path(file).exists():
         raise UsageError(f'there is no frozen_rows = {file}; give "all", "START:STOP", or FILE.npy of class numbers')
-    try:
-        with open_regular(Path(file)):
-            numbers = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise DataError(f"frozen_rows = {file} is no .npy file: {first_line(error)}") from None
+    numbers = map_npy(Path(file), f"frozen_rows = {file}")
     if not isinstance(numbers, np.ndarray):
         raise DataError(f"frozen_rows = {file} is no array of class numbers")
     return numbers

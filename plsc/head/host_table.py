@@ -10,6 +10,7 @@ from torch import Tensor
 from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState, TableShape, normal_rows, renew_norms
 from plsc.head.host_memory import Column, HostMemory
 from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
+from plsc.head.sampling import places_in
 from plsc.head.staging import Stage, Staging
 from plsc.parallel.tensor_shard import TensorShard
 
@@ -217,10 +218,7 @@ class FetchedRows(ClassRows):
     def positions(self, local_labels: Tensor) -> Tensor:
         """Index of each label (B,) among the fetched classes, −1 where it is not one of them."""
         assert self.classes is not None
-        if self.classes.numel() == 0:
-            return torch.full_like(local_labels, -1)
-        index = torch.searchsorted(self.classes, local_labels).clamp(max=self.classes.numel() - 1)
-        return torch.where(self.classes[index] == local_labels, index, -1)
+        return places_in(self.classes, local_labels)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The fetched classes in order, ``size`` at a time."""

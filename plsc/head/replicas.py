@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from plsc.errors import UsageError
-from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState, renew_norms
-from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, store
+from plsc.head.backends.torch_backend import rounding_bits, write_rows
+from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState
+from plsc.head.low_precision import Rounding
 from plsc.head.storage import TableStorage
 from plsc.parallel.collectives import all_reduce_sum, all_reduce_sum_async
 from plsc.parallel.mesh import Mesh
@@ -313,15 +314,10 @@ def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: C
     """
     now = _values(chunk, averages)
     moved = torch.where(now == own, mean, now + (mean - own))
-    columns = chunk.weight.shape[1]
-    weight, *states = moved.split(columns, dim=1)
+    weight, *states = moved.split(chunk.weight.shape[1], dim=1)
     tables = averages.state.of(chunk)
-    bits = None
-    if any(each.dtype in ROUNDED for each in (chunk.weight, *(rows.values for rows in tables.values()))):
-        numbers = chunk.local_rows + table.first_row
-        bits = RoundingBits.draw(averages.seed ^ _SALT, averages.step, numbers, columns)
+    bits = rounding_bits(chunk, tables, averages.seed ^ _SALT, averages.step, table.first_row)
     with nullcontext() if table.frozen is None else table.frozen.kept(chunk, tables):
-        store(chunk.table.weight, chunk.index, weight, bits.low if bits is not None else None, averages.rounding)
-        renew_norms(chunk.table, chunk.index)
+        write_rows(chunk, weight, bits, averages.rounding)
         for (name, rows), values in zip(tables.items(), states, strict=True):
             rows.write(chunk.index, values.clamp(min=0) if name == "second_moment" else values, bits)

@@ -71,7 +71,7 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
         return positives
     if sample_size > _DENSE * num_classes:
         candidates = torch.randperm(num_classes, generator=generator, device=positives.device)
-        negatives = candidates[~_contains(positives, candidates)][:missing]
+        negatives = candidates[places_in(positives, candidates) < 0][:missing]
     else:
         negatives = _draw(num_classes, positives, missing, generator)
     return torch.cat([positives, negatives]).sort().values
@@ -102,13 +102,14 @@ def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Gener
     drawn = excluded.new_empty(0)
     while drawn.numel() < count:
         more = torch.randint(num_classes, (count + count // 4 + 16,), generator=generator, device=excluded.device)
-        drawn = torch.cat([drawn, more[~_contains(excluded, more)]]).unique()
+        drawn = torch.cat([drawn, more[places_in(excluded, more) < 0]]).unique()
     keep = torch.randperm(drawn.numel(), generator=generator, device=drawn.device)[:count]
     return drawn[keep]
 
 
-def _contains(sorted_values: Tensor, queries: Tensor) -> Tensor:
-    if sorted_values.numel() == 0:
-        return torch.zeros_like(queries, dtype=torch.bool)
-    index = torch.searchsorted(sorted_values, queries).clamp(max=sorted_values.numel() - 1)
-    return sorted_values[index] == queries
+def places_in(ordered: Tensor, values: Tensor) -> Tensor:
+    """The place of each value in ``ordered``, which rises; −1 where it is not in it."""
+    if ordered.numel() == 0:
+        return torch.full_like(values, -1)
+    places = torch.searchsorted(ordered, values).clamp(max=ordered.numel() - 1)
+    return torch.where(ordered[places] == values, places, -1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plsc.head.host_memory import Column
+from plsc.head.sampling import places_in
 
 _BUFFER_BYTES = 16 << 20  # of the (pinned) buffer through which scattered rows are copied
 _MAX_WRITES = 3  # stages being written back at a time: it bounds the memory of their copies
@@ -70,11 +71,9 @@ def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | T
     if isinstance(rows, slice):
         there = torch.where((others >= rows.start) & (others < rows.stop))[0]
         return others[there] - rows.start, there
-    if others.numel() == 0:
-        return others, others
-    index = torch.searchsorted(others, rows).clamp(max=others.numel() - 1)
-    here = torch.where(others[index] == rows)[0]
-    return here, index[here]
+    places = places_in(others, rows)
+    here = torch.where(places >= 0)[0]
+    return here, places[here]
 
 
 class Staging:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from plsc.head.backends.torch_backend import Updater
-from plsc.head.class_table import Chunk, ClassTable, renew_norms
-from plsc.head.low_precision import ROUNDED, RoundingBits, RowState, store
+from plsc.head.backends.torch_backend import Updater, rounding_bits, write_rows
+from plsc.head.class_table import Chunk, ClassTable
+from plsc.head.low_precision import RowState
 from plsc.head.replicas import Averages, ExchangeOptions, ReplicaAveraging
 from plsc.head.update_rules import Update
 from plsc.parallel.mesh import Mesh
@@ -83,12 +83,8 @@ class TableChanges(ReplicaAveraging):
 
     def _add_to(self, chunk: Chunk, change: Tensor, averages: Averages) -> None:
         weight = chunk.weight.to(self._dtype) + change.to(chunk.weight.device)
-        bits = None
-        if chunk.weight.dtype in ROUNDED:
-            numbers = chunk.local_rows + self._table.first_row
-            bits = RoundingBits.draw(averages.seed ^ _SALT, self._added, numbers, weight.shape[1]).low
-        store(chunk.table.weight, chunk.index, weight, bits, averages.rounding)
-        renew_norms(chunk.table, chunk.index)
+        bits = rounding_bits(chunk, {}, averages.seed ^ _SALT, self._added, self._table.first_row)
+        write_rows(chunk, weight, bits, averages.rounding)
 
     def record(self, classes: Tensor | None) -> None:
         """See :meth:`ReplicaExchange.record`. Of many sets the union is kept: many steps may pass until it is taken."""

@@ -193,13 +193,18 @@ def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:
     else:
         structure = train_ivf(kind, base, seed)
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
-    add, step = faiss_gpu.adder(faiss_index(structure)), _ADDED_AT_ONCE[kind]
-    for start in range(0, len(base), step):
-        part = base[start : start + step]
-        add(np.ascontiguousarray(part), np.arange(start, start + len(part), dtype=np.int64))
-        progress.advance(len(part))
+    add_rows(faiss_index(structure), base, range(0, len(base), _ADDED_AT_ONCE[kind]), progress)
     progress.finish()
     return structure
+
+
+def add_rows(index: Any, base: RowArray, starts: range, progress: Progress) -> None:
+    """Add rows of ``base`` from ``starts.start`` to ``starts.stop``, a step at once, under their numbers."""
+    add = faiss_gpu.adder(index)
+    for start in starts:
+        rows = np.ascontiguousarray(base[start : min(start + starts.step, starts.stop)])
+        add(rows, np.arange(start, start + len(rows), dtype=np.int64))
+        progress.advance(len(rows))
 
 
 def train_ivf(kind: Kind, base: RowArray, seed: int, *, max_rows: int | None = None) -> Any:

@@ -1,7 +1,6 @@
 """Building an index: gather the sets' rows, normalise them, choose and tune a structure, measure, publish."""
 
 import math
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from plsc import files
 from plsc.arguments import as_integer
-from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files
+from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files, write_npy_header
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError, quoted
@@ -72,14 +71,8 @@ def build(
 def new_index(folder: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``folder``, which takes its place if the block succeeds."""
     tmp_path = folder.with_name(f".{folder.name}.building")
-    with files.new_folder(folder.parent):
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        files.make_folder(tmp_path)
-        try:
-            yield tmp_path
-            files.atomic_replace_dir(tmp_path, folder)
-        finally:
-            shutil.rmtree(tmp_path, ignore_errors=True)
+    with files.new_folder(folder.parent), files.replacing_folder(folder, tmp_path, files.make_folder):
+        yield tmp_path
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
@@ -151,8 +144,7 @@ def _write_vectors(path: Path, rows: MergedSets, last: Mask) -> None:
     Not through a memory map, whose dirty pages would count towards the memory of the build.
     """
     with path.open("wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(rows), rows.dim)}
-        np.lib.format.write_array_header_1_0(file, header)
+        write_npy_header(file, (len(rows), rows.dim))
         held_out = []
         for start, vectors in rows.unit_chunks():
             is_last = last[start : start + len(vectors)]

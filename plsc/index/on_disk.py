@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from plsc.errors import UsageError
-from plsc.index import ann, faiss_gpu
+from plsc.index import ann
 from plsc.index.scan import DATABASE_BLOCK, load_faiss
 from plsc.progress import Progress
 
@@ -100,13 +98,13 @@ def _build_in_parts(kind: ann.Kind, base: ann.RowArray, seed: int, budget: Memor
 
     structure = ann.train_ivf(kind, base, seed, max_rows=budget.sample_rows)
     index = ann.faiss_index(structure)
-    part_rows = budget.part_rows(index.code_size, index.nlist)
+    part_rows, step = budget.part_rows(index.code_size, index.nlist), max(1, _ADDED_BYTES // (4 * base.shape[1]))
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
     with tempfile.TemporaryDirectory(prefix=".parts-", dir=budget.folder) as folder:
         written: list[str] = []
         for start in range(0, len(base), part_rows):
             part = load_faiss().clone_index(index)
-            _add(part, base, start, min(start + part_rows, len(base)), progress)
+            ann.add_rows(part, base, range(start, min(start + part_rows, len(base)), step), progress)
             written.append(f"{folder}/{len(written):05d}.faiss")
             load_faiss().write_index(part, written[-1])
             del part  # before the next one is made: two do not fit
@@ -115,14 +113,6 @@ def _build_in_parts(kind: ann.Kind, base: ann.RowArray, seed: int, budget: Memor
             merge_ondisk(index, written, str(budget.folder / LISTS_FILE))
     ann.disable_prefetch(structure)
     return structure
-
-
-def _add(part: Any, base: ann.RowArray, start: int, stop: int, progress: Progress) -> None:
-    add, step = faiss_gpu.adder(part), max(1, _ADDED_BYTES // (4 * base.shape[1]))
-    for first in range(start, stop, step):
-        rows = np.ascontiguousarray(base[first : min(first + step, stop)])
-        add(rows, np.arange(first, first + len(rows), dtype=np.int64))
-        progress.advance(len(rows))
 
 
 def _megabytes(count: int) -> str:

@@ -6,7 +6,8 @@ failure, and gloo notices at once when the process of a rank has ended.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -263,6 +264,16 @@ def shutdown() -> None:
     """Leave the process group, if this process is in one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def initialised(device: str | torch.device | None = None) -> Iterator[Mesh]:
+    """The mesh of :func:`init`, whose process group is left in the end."""
+    mesh = init(device)
+    try:
+        yield mesh
+    finally:
+        shutdown()
 
 
 def _default_device(local_rank: int) -> torch.device:

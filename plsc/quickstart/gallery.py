@@ -11,7 +11,7 @@ from plsc.data.codec import encode_image
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.evaluation.calibration import calibrate, write_calibration
 from plsc.evaluation.roc import Roc
-from plsc.files import atomic_replace_dir
+from plsc.files import replacing_folder
 from plsc.gallery.backends import open_store
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
@@ -82,9 +82,7 @@ def _write_queries(paths: QuickstartPaths, pictures: ImageDataset) -> int:
     for label in np.unique(np.linspace(0, people - 1, _QUERIES, dtype=np.int64)):
         images[pictures.class_names[label]] = pictures.image(int(np.flatnonzero(pictures.labels == label)[-1]))
     tmp_path = paths.queries.with_name(f".{paths.queries.name}.tmp")
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    tmp_path.mkdir()
-    for name, image in images.items():
-        (tmp_path / f"{name}.jpg").write_bytes(encode_image(image, "jpeg"))
-    atomic_replace_dir(tmp_path, paths.queries)
+    with replacing_folder(paths.queries, tmp_path, Path.mkdir):
+        for name, image in images.items():
+            (tmp_path / f"{name}.jpg").write_bytes(encode_image(image, "jpeg"))
     return len(images)

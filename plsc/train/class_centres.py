@@ -12,11 +12,11 @@ from torch import Tensor
 
 from plsc.embedding.columns import Int64
 from plsc.embedding.embedding_set import EmbeddingSet, Shard, is_embedding_set
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, UsageError
 from plsc.files import read_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.train.checkpoint import CHECKPOINTS, find_checkpoints
-from plsc.train.stored_table import WEIGHT, class_names, open_table
+from plsc.train.stored_table import class_names, open_table
 from plsc.train.table_file import TableFile
 
 
@@ -84,21 +84,13 @@ def _of_run(source: str, checkpoint: Path, stack: ExitStack) -> ClassCentres:
             f"compatible.with = {source} has several class tables; plsc table export {source} old.safetensors --table "
             "NAME writes one, which compatible.with takes"
         ) from None
-
-    def read(first: int, stop: int) -> Tensor:
-        rows = table.floats(WEIGHT, first * table.centers, stop * table.centers)
-        return rows.view(stop - first, table.centers, table.dim)
-
     names = _names_of_run(checkpoint, table.classes)
-    return ClassCentres(source, table.classes, table.centers, table.dim, names, f"step {table.step:,}", read)
+    return ClassCentres(source, table.classes, table.centers, table.dim, names, f"step {table.step:,}", table.rows_of)
 
 
 def _of_file(source: str) -> ClassCentres:
     path = Path(source)
-    try:
-        table = TableFile(path)
-    except (OSError, DataError) as error:
-        raise DataError(f"compatible.with = {source} cannot be read: {first_line(error)}") from None
+    table = TableFile.named_by("compatible.with", source)
     names = _listed(path.with_suffix(".json"), table.classes) if path.with_suffix(".json").exists() else None
     origin = f"{path.stat().st_size:,} bytes"
     return ClassCentres(source, table.classes, table.centers, table.dim, names, origin, table.read)

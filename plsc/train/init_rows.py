@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, UsageError
 from plsc.head import ShardedHead
 from plsc.head.class_table import SMALLEST_NORM
-from plsc.regular_files import open_regular
+from plsc.regular_files import map_npy
 from plsc.train.table_file import TableFile
 
 _ROWS = 65536  # of a source that are read at a time
@@ -61,10 +61,7 @@ def _reader(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:
 def _of_table(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:
     if not Path(source).exists():
         raise UsageError(f"there is no head.init_rows = {source}; plsc table writes such files")
-    try:
-        table = TableFile(Path(source))
-    except (OSError, DataError) as error:
-        raise DataError(f"head.init_rows = {source} cannot be read: {first_line(error)}") from None
+    table = TableFile.named_by("head.init_rows", source)
     if (table.classes, table.dim) != (head.num_classes, head.dim) or table.centers not in (1, head.centers):
         found, wanted = (f"{each.centers} x {each.dim}" for each in (table, head))
         raise UsageError(
@@ -79,11 +76,7 @@ def _of_file(head: ShardedHead, source: str) -> NDArray[np.floating]:
     """The rows of this rank's classes, mapped."""
     if not Path(source).exists():
         raise UsageError(f"there is no head.init_rows = {source}; give a .npy of class centres, or an embedding set")
-    try:
-        with open_regular(Path(source)):
-            centres = np.load(source, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise DataError(f"head.init_rows = {source} is no .npy file: {first_line(error)}") from None
+    centres = map_npy(Path(source), f"head.init_rows = {source}")
     if not isinstance(centres, np.ndarray) or centres.dtype.kind != "f" or centres.ndim != 2:
         raise DataError(f"head.init_rows = {source} is no array (classes, D) of floating point numbers")
     if centres.shape != (head.num_classes, head.dim):
@@ -100,8 +93,12 @@ def _of_set(head: ShardedHead, source: str) -> NDArray[np.floating]:
             f"head.init_rows = {source} has {len(embeddings.class_names)} classes of width {embeddings.dim}, and the "
             f"class table {head.num_classes} of {head.dim}; embed the training data by a model of this width"
         )
-    first, stop = head.class_range
-    sums = np.zeros((stop - first, head.dim))
+    return class_sums(embeddings, *head.class_range)
+
+
+def class_sums(embeddings: EmbeddingSet, first: int, stop: int) -> NDArray[np.floating]:
+    """Sums (stop - first, D) of the unit embeddings of the classes [first, stop), in float64."""
+    sums = np.zeros((stop - first, embeddings.dim))
     for start in range(0, len(embeddings), _ROWS):
         part = slice(start, min(start + _ROWS, len(embeddings)))
         own = (embeddings.labels[part] >= first) & (embeddings.labels[part] < stop)

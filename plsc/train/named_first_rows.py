@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import DataError, UsageError
 from plsc.files import read_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.dynamic_head import DynamicHead
 from plsc.head.first_rows import FirstRows
-from plsc.regular_files import open_regular
+from plsc.regular_files import map_npy
 from plsc.train.checkpoint import CHECKPOINTS
 from plsc.train.checkpoint_inspection import find_checkpoints
-from plsc.train.stored_table import WEIGHT, class_names, open_table
+from plsc.train.init_rows import class_sums
+from plsc.train.stored_table import class_names, open_table
 from plsc.train.table_file import TableFile, class_names_beside
 
 _CLASSES = 65536  # of a source that are read at a time
@@ -100,10 +101,7 @@ def _opened(source: str) -> Iterator[NamedRows]:
             f"there is no head.init_rows = {source}; give a run, a table that was exported, or an embedding set"
         )
     if path.suffix == ".safetensors":
-        try:
-            table = TableFile(path)
-        except (OSError, DataError) as error:
-            raise DataError(f"head.init_rows = {source} cannot be read: {first_line(error)}") from None
+        table = TableFile.named_by("head.init_rows", source)
         yield NamedRows(class_names_beside(path, table.classes), table.centers, table.dim, table.read)
     elif path.suffix == ".npy":
         yield _of_array(path)
@@ -115,11 +113,7 @@ def _opened(source: str) -> Iterator[NamedRows]:
 
 
 def _of_array(path: Path) -> NamedRows:
-    try:
-        with open_regular(path):
-            centres = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise DataError(f"head.init_rows = {path} is no .npy file: {first_line(error)}") from None
+    centres = map_npy(path, f"head.init_rows = {path}")
     if not isinstance(centres, np.ndarray) or centres.dtype.kind != "f" or centres.ndim not in (2, 3):
         raise DataError(f"head.init_rows = {path} is no array (classes, D) of floating point numbers")
     rows = centres.reshape(len(centres), -1, centres.shape[-1])
@@ -134,12 +128,7 @@ def _of_run(path: Path) -> Iterator[NamedRows]:
     with open_table(checkpoint, state=False) as table:
         if len(names) != table.classes:
             raise UsageError(f"head.init_rows = {path} has {table.classes:,} classes, and {len(names):,} names of them")
-
-        def read(start: int, stop: int) -> Tensor:
-            rows = table.floats(WEIGHT, start * table.centers, stop * table.centers)
-            return rows.view(stop - start, table.centers, table.dim)
-
-        yield NamedRows(names, table.centers, table.dim, read)
+        yield NamedRows(names, table.centers, table.dim, table.rows_of)
 
 
 def _names_of_data(checkpoint: Path) -> list[list[str]]:
@@ -154,12 +143,6 @@ def _names_of_data(checkpoint: Path) -> list[list[str]]:
 
 def _of_set(source: str) -> NamedRows:
     embeddings = EmbeddingSet(source)
-    sums = np.zeros((len(embeddings.class_names), embeddings.dim))
-    for start in range(0, len(embeddings), _CLASSES):
-        part = slice(start, min(start + _CLASSES, len(embeddings)))
-        labels = embeddings.labels[part]
-        rows = embeddings.rows(part.start, part.stop)[labels >= 0].astype(np.float64)
-        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), SMALLEST_NORM)
-        np.add.at(sums, labels[labels >= 0], rows)
+    sums = class_sums(embeddings, 0, len(embeddings.class_names))
     names = [[name] for name in embeddings.class_names]
     return NamedRows(names, 1, embeddings.dim, lambda start, stop: torch.from_numpy(sums[start:stop])[:, None])

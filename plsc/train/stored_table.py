@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.embedding.columns import write_npy_header
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_write, write_json
 from plsc.head.host_memory import mapped_file
@@ -101,6 +102,10 @@ class StoredTable:
         if (scale := scale_name(column)) in self.columns:
             values.mul_(self.read(scale, start, stop).float()[:, None])
         return values
+
+    def rows_of(self, first: int, stop: int) -> Tensor:
+        """Weights of the classes [first, stop) in float32, (stop - first, centers, dim)."""
+        return self.floats(WEIGHT, first * self.centers, stop * self.centers).view(-1, self.centers, self.dim)
 
 
 @contextmanager
@@ -197,12 +202,6 @@ def class_names(path: Path, table: str = "") -> list[list[str]] | None:
     keys = KeyMap()
     keys.load_state(state, [0])
     return keys.names_of_classes()
-
-
-def write_npy_header(file: BinaryIO, shape: Sequence[int]) -> None:
-    """Write what stands before the values of a float32 array in a .npy file."""
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 def described_tables(stored: StoredCheckpoint) -> list[dict[str, Any]]:

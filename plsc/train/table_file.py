@@ -105,6 +105,14 @@ class TableFile:
         if rest:
             raise DataError(f"{path} holds {rows:,} rows, which are no {self.centers} for each class; use another copy")
 
+    @classmethod
+    def named_by(cls, key: str, value: str) -> "TableFile":
+        """Open the file that is the value of a configuration key; DataError, which names both, if it cannot be read."""
+        try:
+            return cls(Path(value))
+        except (OSError, DataError) as error:
+            raise DataError(f"{key} = {value} cannot be read: {first_line(error)}") from None
+
     def read(self, first: int, stop: int) -> Tensor:
         """The rows of classes [first, stop), (n, centers, D), in float32."""
         rows: Tensor = self._weight[first * self.centers : stop * self.centers]

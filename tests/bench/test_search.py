@@ -121,7 +121,7 @@ def test_an_implementation_that_fails_is_a_row_and_not_tried_again(monkeypatch):
         tried.append(name)
         return {"reason": "no memory"} if name == "numpy" else turn(10.0)
 
-    monkeypatch.setattr(search, "measure_on_ranks", take)
+    monkeypatch.setattr("plsc.bench.comparison.measure_on_ranks", take)
     plan = SearchComparison(("plsc", "numpy"), rows=50, dim=4, batches=[4], rounds=3, baselines=str(BASELINES))
     result = compare_searches(plan, quiet=True)
     assert tried == ["plsc", "numpy", "plsc", "plsc"]

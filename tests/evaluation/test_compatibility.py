@@ -10,6 +10,7 @@ from plsc.data.codec import encode_image
 from plsc.evaluation.compatibility import CELLS, _cells, evaluate_cells
 from plsc.evaluation.evaluator import EvaluationSet, evaluate
 from plsc.models import create
+from plsc.models.preprocessing import Preprocessing
 from plsc.tools.entry import main
 
 SET = "avatars:8x4@900"
@@ -82,7 +83,7 @@ class Model:
     def __init__(self, seed, width=24):
         self.source, self.embedding_dim = f"model {seed}", width
         self.turn = torch.randn(3 * 16 * 16, width, generator=torch.Generator().manual_seed(seed))
-        self.preprocessing = type("P", (), {"image_size": 32, "interpolation": "bilinear"})
+        self.preprocessing = Preprocessing(32)
 
     def __call__(self, images):
         small = torch.nn.functional.avg_pool2d(images.float(), 2).flatten(1)

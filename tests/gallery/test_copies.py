@@ -90,7 +90,7 @@ def test_a_copy_that_fails_leaves_nothing(source: SqliteStore, tmp_path: Path, m
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "vectors")
 
-    monkeypatch.setattr("plsc.gallery.transfer._write_header", full)
+    monkeypatch.setattr("plsc.gallery.transfer.write_npy_header", full)
     with pytest.raises(StorageError, match="cannot write vectors: No space left"):
         write_copy(tmp_path / "copy", [(Collection("a", 3, "m", "", 0, 0), [])])
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -7,11 +7,11 @@ import random
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from support.head_problems import ONE, everything, same
+from support.killed_writes import kill_at_write
 
 import plsc
 from plsc.errors import DataError, IntegrityError, UsageError
@@ -83,30 +83,7 @@ def test_goes_back_to_any_savepoint_and_on_from_it(tmp_path, kind):
 
 def killed(folder: Path, kind: str, writes: int) -> None:
     """Train, with a savepoint every third step, until so many writes to files or table were made; the last is torn."""
-    left, pwrite = writes, os.pwrite
-
-    def is_last() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
-    def counted(original: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            if is_last():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **named)
-
-        return call
-
-    def torn(descriptor: int, data: Any, offset: int) -> int:
-        if is_last():
-            pwrite(descriptor, data[: len(data) // 2], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return pwrite(descriptor, data, offset)
-
-    mock.patch.object(os, "pwrite", torn).start()
-    for owner, name in ((Path, "replace"), (Path, "unlink"), (torch.Tensor, "index_copy_")):
-        mock.patch.object(owner, name, counted(getattr(owner, name))).start()
+    kill_at_write(writes)
     go_on_and_train(folder, kind)
     os._exit(0)
 

@@ -102,10 +102,10 @@ TRAINING = (
         ("tests/head/test_placement.py",),
     ),
     Defect(
-        "a skipped step leaves the norms of the rows that it did not take",
+        "a skipped step leaves the moments of the rows that it did not take",
         "plsc/head/backends/torch_backend.py",
-        "tables = [rows.table.weight, rows.table.inverse_norm]",
-        "tables = [rows.table.weight]",
+        "kept_rows(rows, state, update.skip != 0)",
+        "kept_rows(rows, {}, update.skip != 0)",
         ("tests/optim/test_verdict.py",),
     ),
     Defect(
@@ -495,8 +495,8 @@ TRAINING = (
     Defect(
         "rows that another rank has changed keep their old norms",
         "plsc/head/table_changes.py",
-        "        renew_norms(chunk.table, chunk.index)\n",
-        "",
+        "write_rows(chunk, weight, bits, averages.rounding)",
+        "chunk.table.weight[chunk.index] = weight.to(chunk.weight.dtype)",
         ("tests/train/test_asynchronous.py",),
     ),
     Defect(

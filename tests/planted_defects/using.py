@@ -495,8 +495,8 @@ USING = (
     Defect(
         "a query of the former model searches the new one's vectors",
         "plsc/gallery/sqlite/store.py",
-        "check_query(state.info, contract_id)",
-        "check_query(state.info, None)",
+        "query.units(state.info)",
+        "query._replace(contract_id=None).units(state.info)",
         ("tests/gallery/test_second_space.py",),
     ),
 )

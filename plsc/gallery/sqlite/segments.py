@@ -23,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from plsc.embedding.columns import open_array, save_array
+from plsc.embedding.columns import open_array, save_array, write_npy_header
 from plsc.errors import DataError, IntegrityError
 from plsc.files import (
     Manifest,
@@ -188,8 +187,11 @@ def _write_columns(folder: Path, rows: int, dim: int, batches: Iterator[Faces], 
     """Write the arrays by write(), where a full disk is an error; through a memory map it would be SIGBUS."""
     bounds = np.empty((3, rows if is_coded else 0), dtype=np.float32)
     with ExitStack() as files:
-        vectors = _begun_array(files, folder / "vectors.npy", "<f4", (rows, dim))
-        codes = _begun_array(files, folder / "codes.npy", "|u1", (rows, stride_of(dim))) if is_coded else None
+        vectors = files.enter_context((folder / "vectors.npy").open("wb"))
+        write_npy_header(vectors, (rows, dim))
+        codes = files.enter_context((folder / "codes.npy").open("wb")) if is_coded else None
+        if codes is not None:
+            write_npy_header(codes, (rows, stride_of(dim)), "|u1")
 
         def keep(part: slice, batch: Float32) -> None:
             numbers = np.ascontiguousarray(batch, dtype="<f4")
@@ -204,13 +206,6 @@ def _write_columns(folder: Path, rows: int, dim: int, batches: Iterator[Faces], 
     save_array(folder / "persons.npy", persons)
     if is_coded:
         save_array(folder / "code_bounds.npy", bounds)
-
-
-def _begun_array(files: ExitStack, path: Path, dtype: str, shape: tuple[int, ...]) -> BinaryIO:
-    """A ``.npy`` file that ``files`` closes, with its header written."""
-    file = files.enter_context(path.open("wb"))
-    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-    return file
 
 
 def _collect(rows: int, batches: Iterable[Faces], keep: Callable[[slice, Float32], object]) -> tuple[Int64, Int64]:

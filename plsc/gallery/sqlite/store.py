@@ -23,8 +23,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy.typing as npt
-
 from plsc.errors import StorageError, UsageError
 from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
@@ -38,10 +36,10 @@ from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
-from plsc.gallery.store import Store, note_change
-from plsc.gallery.validation import check_query, is_id, no_collection
+from plsc.gallery.store import Query, Store, note_change
+from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
-from plsc.index.rows import Int64, unit_vectors
+from plsc.index.rows import Int64
 from plsc.index.scan import AUTO
 
 _T = TypeVar("_T")
@@ -323,24 +321,15 @@ class SqliteStore(Store):
     def _names_with_expired(self) -> list[str]:
         return [name for name, state in self._states.items() if state.has_expired]
 
-    def _search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        k: int,
-        threshold: float,
-        filter: Filter | None,
-        contract_id: str | None,
-    ) -> list[list[Match]]:
+    def _search(self, collection: str, query: Query) -> list[list[Match]]:
         view: SegmentView
-        state = self._state(collection)
+        state, filter = self._state(collection), query.filter
         if isinstance(filter, PreparedFilter):
             view, masks, state = filter.found
-        check_query(state.info, contract_id)
-        units = unit_vectors(queries, state.info.dim)
+        units = query.units(state.info)
         if not isinstance(filter, PreparedFilter):
             view, masks = self._matching_rows(state, filter, "" if filter is None else repr(filter.conditions))
-        return view.search(units, k, threshold, masks)
+        return view.search(units, query.k, query.threshold, masks)
 
     def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter | UnfinishedFilter:
         """Look up who matches, so that a search with the result, on another thread, needs SQLite no more.

@@ -8,6 +8,7 @@ Logits are class-major, (classes, B).
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
-from plsc.head.low_precision import ROUNDED, RoundingBits, RowState, store
+from plsc.head.frozen_rows import kept_rows
+from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, RowState, store
 from plsc.head.negative_filter import NegativeFilter
 from plsc.head.update_rules import Update, UpdateKind
 from plsc.losses.margins import Margin
@@ -251,30 +253,18 @@ class TorchBackend:
         """
         # rows are independent of each other: bits do not depend on how many are updated at a time
         for part, rows in chunk.parts(_CPU_ROWS if unit_gradient.device.type == "cpu" else len(unit_gradient)):
-            self._update_rows(rows, unit_gradient[part], state, update)
-
-    def _update_rows(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
-        tables = [rows.table.weight, rows.table.inverse_norm]
-        tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
-        before = [] if update.skip is None else [table[rows.index].clone() for table in tables]
-        self._apply(rows, unit_gradient, state, update)
-        if update.skip is not None:
-            for table, values in zip(tables, before, strict=True):
-                table[rows.index] = torch.where(update.skip != 0, values, table[rows.index])
+            with nullcontext() if update.skip is None else kept_rows(rows, state, update.skip != 0):
+                self._apply(rows, unit_gradient[part], state, update)
 
     def _apply(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
         gradient = backward_through_normalize(unit_gradient, rows).mul_(update.factor)
         weight = rows.weight.to(gradient.dtype, copy=True)
         moments = {name: table.read(rows.index, gradient.dtype) for name, table in state.items()}
         update.rule.apply(weight, gradient, moments)
-        bits = None
-        if any(table.dtype in ROUNDED for table in (rows.table.weight, *(each.values for each in state.values()))):
-            numbers = rows.local_rows + update.first_row
-            bits = RoundingBits.draw(update.seed, update.step, numbers, gradient.shape[1])
+        bits = rounding_bits(rows, state, update.seed, update.step, update.first_row)
         for name, table in state.items():
             table.write(rows.index, moments[name], bits)
-        store(rows.table.weight, rows.index, weight, bits.low if bits is not None else None, update.rounding)
-        renew_norms(rows.table, rows.index)
+        write_rows(rows, weight, bits, update.rounding)
 
 
 def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:
@@ -285,6 +275,21 @@ def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:
         return matrix
     spread = matrix.new_zeros((matrix.shape[0], centers, matrix.shape[1]))
     return spread.scatter_(1, logits.winner[:, None], matrix[:, None]).flatten(0, 1)
+
+
+def rounding_bits(
+    chunk: Chunk, state: Mapping[str, RowState], seed: int, step: int, first_row: int
+) -> RoundingBits | None:
+    """What rounds the rows of a chunk and of its state; None where nothing is rounded at random."""
+    if not any(table.dtype in ROUNDED for table in (chunk.table.weight, *(each.values for each in state.values()))):
+        return None
+    return RoundingBits.draw(seed, step, chunk.local_rows + first_row, chunk.table.weight.shape[1])
+
+
+def write_rows(chunk: Chunk, weight: Tensor, bits: RoundingBits | None, rounding: Rounding) -> None:
+    """Store a chunk's rows in its table, and renew their norms."""
+    store(chunk.table.weight, chunk.index, weight, None if bits is None else bits.low, rounding)
+    renew_norms(chunk.table, chunk.index)
 
 
 def backward_through_normalize(gradient: Tensor, chunk: Chunk) -> Tensor:
