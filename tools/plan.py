@@ -5,7 +5,7 @@
 CONFIG.toml is the one that would be trained; any of its keys can be given here too, as to plsc train. The number of
 classes is that of [data].train where it is at hand, else --classes. Counts can be written as 2M, 500k or 1e6. The
 answer is a model of the work at named, given or measured speeds. It is a plan, not a measurement: throughputs that
-others published are planned with a median error of 22.6%, and no GPU has confirmed those of plsc yet.
+others published are planned with a median error of 22.6%; of plsc's own, an H100 confirmed the head's within 10%.
 
 The answer ends with a recommendation, and with the keys to paste into CONFIG.toml for it. Where the number of images
 is known, the hours of the whole run and its GPU hours are given too.
