@@ -26,7 +26,7 @@ _NO_KEYS = (
     'frozen_rows of a table whose classes come and go is "all", FILE.txt of their names, one a line, or a list of '
     "keys: classes have no numbers"
 )
-_COPIED_ROWS = 16384  # at a time, while they are updated
+COPIED_ROWS = 16384  # at a time, while they are updated
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -97,7 +97,7 @@ class FrozenRows:
         """Return what updates a chunk as ``updater`` does, but for frozen rows."""
 
         def update_others(chunk: "Chunk", gradient: Tensor, state: Mapping[str, "RowState"], update: "Update") -> None:
-            for part, rows in chunk.parts(_COPIED_ROWS):
+            for part, rows in chunk.parts(COPIED_ROWS):
                 with self.kept(rows, state):
                     updater(rows, gradient[part], state, update)
 

@@ -16,6 +16,7 @@ from plsc.head.backends.triton_shape import computed as stored_from
 from plsc.head.backends.triton_stored import row_options, summed_classes
 from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
+from plsc.head.frozen_rows import COPIED_ROWS
 from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
@@ -157,7 +158,8 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         staged.update(_staged(table, device))
     widened = max(min(table.rows, NORM_BLOCK_ROWS) for table in tables) * run.dim * 8
     after = backbone.gradients + waiting + sum(map(_member, tables))
-    first, second = (max(_block(table, device, passes=passes) for table in tables) for passes in (1, 2))
+    first = max(_block(table, device, passes=1) for table in tables)
+    second = max(_block(table, device, passes=2) + _kept(table) for table in tables)
     phases = {
         "head, first pass": backbone.forward + waiting + first + staged["first"],
         "backbone, backward pass": backbone.backward + waiting + staged["between"],
@@ -169,6 +171,13 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         norm = max(_norm_block(table, device) for table in tables)
         phases["head, gradient's norm"] = after + norm + staged["norm"]
     return phases
+
+
+def _kept(run: PlanConfig) -> int:
+    """Of rows that are updated beside frozen ones: copies of all that is stored of them, and the weights chosen."""
+    if run.config.head.frozen_rows is None:
+        return 0
+    return min(COPIED_ROWS, run.updated_rows) * (sum(row_bytes(run.config).values()) + run.dim * run.weight_width)
 
 
 def _waiting(run: PlanConfig) -> int:
@@ -197,9 +206,12 @@ def pass_shape(run: PlanConfig, device: Device, passes: int) -> PassShape:
     shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, margin, precision, run.classes, filters)
     if not device.has_kernels or device.kind != "cuda" or why_no_triton_passes(shape) is not None:
         return "plain"
+    not_fused = why_not_fused(shape)
+    if margin.separates_positives:  # several labels to a sample, which stored passes do not take
+        return "fused" if not_fused is None else "plain"
     if not shape.row_kind.can_be_stored:
         return "fused"
-    least = 0 if why_not_fused(shape) else stored_from((9, 0), _HOPPER_SHARED, shape.row_kind)
+    least = 0 if not_fused else stored_from((9, 0), _HOPPER_SHARED, shape.row_kind)
     return "stored" if run.samples_of(passes) >= least else "fused"
 
 
@@ -269,7 +281,7 @@ def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:
     """A chunk's scratch where kernels store weights, and maybe scores: both, sums, copies of listed rows."""
     samples, dim, width = run.samples_of(passes), run.dim, run.weight_width
     scratch = rows * samples * sum(stored_widths(run))
-    copied = dim * width if run.is_sampled else 0
+    copied = dim * width if run.is_sampled and run.placement == "device" else 0
     if passes == 2:  # the last chunk's copies live until its rows are updated
         return scratch + min(2 * rows, run.updated_rows) * copied + _gradients(run, rows)
     sums = rows // (summed_classes(row_kernel_options(run)) * run.config.head.centers) * 8

@@ -166,7 +166,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "host memory, clipped, 1 rank": Scenario(
         1,
-        500_000,
+        1_000_000,
         {**ADAMW, "head.placement": "host", "optim.clip_norm": 5.0, "optim.clip_head": True},
         steps=3,
     ),
