@@ -7,7 +7,9 @@ one learns --steps from --classes classes, the old ones among them, from other f
 compatible.with = the old run, whose class table has a row for each old class (rows); or with the embeddings that the
 old model makes of two pictures of every class, so that the new classes have a centre too (means). Each is judged on
 classes that neither model has seen, by all four of query and gallery. A row per run is added to
-benchmarks/results/compatible_training.csv. Han characters need the fonts of docs/glyphs.md.
+benchmarks/results/compatible_training.csv. Of compatible ones, benchmarks/results/compatible_mixed.csv has the rank-1
+of each model's queries in one gallery of both, in which the new one has enrolled every other class. Han characters need
+the fonts of docs/glyphs.md.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from results_file import add_row, script_parser
 
@@ -23,6 +26,7 @@ from plsc import config as configuration
 from plsc.data import open_dataset
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.evaluation.compatibility import CELLS, evaluate_cells
+from plsc.evaluation.search import identification
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel import Mesh
 from plsc.parallel.mesh import shutdown
@@ -31,6 +35,10 @@ from plsc.train.trainer import train
 HELD_OUT = "ukai+NotoSerifCJK-Regular"
 RECIPES = {"avatars": "avatars_quickstart", "han": "han_small"}
 WAYS = ("free", "rows", "means")
+UNSEEN = {
+    "avatars": "avatars:200x5@1000000",
+    "han": f"glyphs:han:least_fonts=10:part=unseen:characters=600:fonts={HELD_OUT}",
+}
 PIXELS, FAR = 32, "1e-2"
 
 
@@ -75,6 +83,16 @@ def compare(args: argparse.Namespace, name: str, seed: int, folder: Path, mesh: 
         row |= {**cells(name, old, new, mesh), "seconds": round(result["seconds"], 1)}
         print(row, flush=True)
         add_row("compatible_training", row, args.out)
+        if way != "free":
+            found = mixed(name, old, new)
+            print(found, flush=True)
+            about = {
+                "set": name,
+                "way": way,
+                "seed": seed,
+                **{key: row[key] for key in ("old_old_rank1", "new_old_rank1")},
+            }
+            add_row("compatible_mixed", {**about, **found}, args.out)
 
 
 def learn(name: str, classes: int, out: Path, changes: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -115,17 +133,27 @@ def embedded(model: Path, data: str) -> Path:
 
 def cells(name: str, old: Path, new: Path, mesh: Mesh) -> dict[str, float]:
     """Rank-1 and TAR of each query in each gallery, on unseen classes."""
-    unseen = {
-        "avatars": "avatars:200x5@1000000",
-        "han": f"glyphs:han:least_fonts=10:part=unseen:characters=600:fonts={HELD_OUT}",
-    }[name]
-    (found,) = evaluate_cells(plsc.load_model(old), plsc.load_model(new), [unseen], mesh=mesh, quiet=True).values()
+    both = plsc.load_model(old), plsc.load_model(new)
+    (found,) = evaluate_cells(*both, [UNSEEN[name]], mesh=mesh, quiet=True).values()
     figures = {}
     for cell in CELLS:
         column = cell.replace("/", "_")
         figures[f"{column}_rank1"] = round(found[cell]["rank1"], 4)
         figures[f"{column}_tar"] = round(found[cell]["tar@far"][FAR], 4)
     return figures
+
+
+def mixed(name: str, old: Path, new: Path) -> dict[str, float]:
+    """Rank-1 of each model's queries in a gallery of which either model has enrolled every other class."""
+    images = open_dataset(UNSEEN[name], image_size=PIXELS)
+    rows = {who: plsc.embed(plsc.load_model(run), images) for who, run in (("old", old), ("new", new))}
+    labels = np.asarray(images.labels)
+    units = {who: each / np.linalg.norm(each, axis=1, keepdims=True) for who, each in rows.items()}
+    gallery = np.where(labels[:, None] % 2 == 0, units["new"], units["old"])
+    return {
+        f"{who}_mixed_rank1": round(identification(each, labels, gallery=gallery)["rank1"], 4)
+        for who, each in units.items()
+    }
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ exp(cosine / --temperature), with the numbers of DINO. linear: multinomial logis
 pip install plsc-torch[cluster]). Parts may be embedding sets; where all are, MODEL is left out.
 
 --old OLD --new NEW, in the place of MODEL, says whether the new model's queries can search the old one's gallery
-(compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each.
+(compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each,
+with the cosine that holds each FAR. `plsc serve --model NEW` takes the threshold of new/old for the old one's gallery.
 
   plsc eval runs/first --data unseen/ --plot roc.png
   plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json

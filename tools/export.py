@@ -14,12 +14,17 @@ the file, for GPUs. int8 is for CPUs: some pictures of --data give its ranges, a
 what it loses: TAR at a false accept rate, and the threshold that holds that rate. A file that loses more than
 --max-tar-loss is not written. An int8 file has a contract id of its own: embed, index and calibrate with it anew.
 
+--compatible-with OLD writes into an .onnx file that its queries search galleries of the model OLD. RUN was trained for
+it, with compatible.with and OLD's class centres. plsc serve and plsc index then take such a gallery. Measure first what
+is found there: `plsc eval --old OLD --new NEW`.
+
 Instead of RUN, --format onnx takes a float32 ONNX file of any embedding model, somebody else's too, and writes it anew
 with --precision fp16 or int8, or --with-preprocessing.
 
   plsc export runs/faces --format onnx --out faces.onnx
   plsc export runs/faces --format onnx --out faces16.onnx --with-preprocessing --precision fp16
   plsc export runs/faces --format onnx --out faces8.onnx --precision int8 --data people/
+  plsc export runs/new --format onnx --out new.onnx --compatible-with old.onnx
   plsc export theirs.onnx --format onnx --out theirs8.onnx --precision int8 --data people/
 """
 
@@ -75,6 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--calibrate", type=positive, metavar="N", help="pictures of --data that int8 takes its ranges from (256)")
     share = number(float, lambda value: 0 < value <= 1, "it lies between 0 and 1")
     add("--max-tar-loss", type=share, metavar="L", help="of fp16 and int8, on --data (0.01)")
+    text = "the models whose galleries RUN was trained to search (compatible.with)"
+    add("--compatible-with", nargs="+", default=[], metavar="OLD", help=text)
     add_outside_option(parser)
     add_sign_option(parser)
     add_verify_option(parser)
@@ -108,6 +115,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"{result['file']}: {name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
     )
+    if others := result.get("compatible_with"):
+        show(f"compatible with galleries of {', '.join(others)}")
     return result
 
 
@@ -119,6 +128,7 @@ def _check(args: argparse.Namespace) -> None:
         "--data": args.data is not None,
         "--calibrate": args.calibrate is not None,
         "--max-tar-loss": args.max_tar_loss is not None,
+        "--compatible-with": bool(args.compatible_with),
     }
     for option in (name for name, is_given in given.items() if is_given):
         if args.format != "onnx":
@@ -133,6 +143,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--precision int8 is calibrated and judged on pictures of people: give --data")
     if Path(args.model).suffix != ONNX:
         return
+    if args.compatible_with:
+        raise UsageError(f"--compatible-with takes the run that was trained: {args.model} keeps what it states itself")
     if args.format != "onnx":
         raise UsageError(f"{args.model} is reduced to another .onnx file only: give --format onnx, or the model's run")
     if args.precision == "fp32" and not args.with_preprocessing:
@@ -141,11 +153,14 @@ def _check(args: argparse.Namespace) -> None:
 
 def _export_backbone(args: argparse.Namespace, model: "Backbone") -> dict[str, Any]:
     from plsc.embedding import export
+    from plsc.train.compatible_models import compatible_models
 
     if args.format == "onnx":
         form, pictures = _form(args, model.preprocessing)
         judge = None if pictures is None else _judge(args, pictures)
-        return export.export_onnx(model, args.out, tolerance=args.tolerance, form=form, judge=judge)
+        others = compatible_models(args.model, model, args.compatible_with) if args.compatible_with else []
+        about: dict[str, Any] = {"tolerance": args.tolerance, "form": form, "judge": judge}
+        return export.export_onnx(model, args.out, **about, compatible_with=others)
     if args.format == "torch":
         tolerance = export.TOLERANCE if args.tolerance is None else args.tolerance
         return export.export_torch(model, args.out, tolerance=tolerance)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import UsageError
 from plsc.gallery.backends import SPEC_FORMS, display_name, store_folder
 from plsc.gallery.sqlite import COMPACT_WITHIN
-from plsc.progress import show
+from plsc.progress import note, show
 from plsc.tools.entry import (
     AUTO_PRECISION,
     PRECISIONS,
@@ -31,6 +31,7 @@ from plsc.tools.entry import (
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
     from plsc.evaluation.calibration import Calibration
+    from plsc.gallery.store import Store
     from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
     from plsc.serve.settings import Settings
@@ -97,7 +98,9 @@ def run(args: argparse.Namespace) -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
-        model = f"model {service.embedder.source} ({service.contract_id}) in {service.embedder.precision}, {judge}"
+        others = "".join(f", compatible with {each}" for each in service.models.compatible_with(service.contract_id))
+        about = f"{service.contract_id}{others}) in {service.embedder.precision}"
+        model = f"model {service.embedder.source} ({about}, {judge}"
         show(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}")
 
     server.run(load, ready)
@@ -260,12 +263,22 @@ def _load(
         key_file=args.encrypt,
     )
     try:
+        _warn_of_several_models(store)
         service = Service(embedder, store, settings, metrics, detector, next_embedder)
     except BaseException:
         store.close()
         raise
     service.decoders.start()
     return service
+
+
+def _warn_of_several_models(store: "Store") -> None:
+    from plsc.embedding.contracts import models_in
+
+    names = [info.name for info in store.collections() if len(models_in(info.contract_id)) > 1]
+    if names:
+        shown = f"{names[0]} and {len(names) - 1} more collections" if len(names) > 1 else names[0]
+        note(f"warning: several models enrolled into {shown}, whose scores differ: take the threshold for both")
 
 
 def _embed_blank(embedder: "Embedder") -> None:

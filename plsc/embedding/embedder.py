@@ -31,6 +31,7 @@ class Engine(Protocol):
     preprocessing: Preprocessing
     embedding_dim: int
     contract_id: str
+    compatible_with: tuple[str, ...]
     precision: str
 
     def run(self, images_u8: Tensor) -> Tensor:
@@ -47,6 +48,8 @@ class Embedder:
         contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
             :mod:`plsc.embedding.export` made of them, but for int8, share one; any other file has its own, by weights
             and preprocessing.
+        compatible_with: the contract ids of older models whose embeddings those of this one may be compared with, as
+            its export states them (``plsc export --compatible-with``).
         precision: of the computation: "fp32", "bf16" or "fp16"; of an .onnx file "fp32", or what it was exported in:
             "fp16" or "int8".
         source: the file or run directory that was opened.
@@ -59,6 +62,7 @@ class Embedder:
         self.preprocessing = engine.preprocessing
         self.image_size = engine.preprocessing.image_size
         self.contract_id = engine.contract_id
+        self.compatible_with = engine.compatible_with
         self.precision = engine.precision
 
     def __call__(self, images_u8: Tensor) -> Tensor:
@@ -85,6 +89,11 @@ def contract_of(embedder: Embedder, flip: bool) -> str:
     return embedder.contract_id + (FLIP_SUFFIX if flip else "")
 
 
+def compatible_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
+    """The contract ids that embeddings may be compared with besides :func:`contract_of`."""
+    return tuple(each + (FLIP_SUFFIX if flip else "") for each in embedder.compatible_with)
+
+
 def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
     """Embed uint8 (B, 3, H, W) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
     if not flip:
@@ -107,6 +116,7 @@ class TorchEngine:
     device: torch.device
     precision: str
     channels_last: bool = False
+    compatible_with: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.module.to(self.device)

@@ -26,6 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
+from plsc.embedding.contracts import may_search
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
 from plsc.files import (
     MANIFEST,
@@ -97,6 +98,7 @@ class EmbeddingSet:
 
     Attributes:
         contract_id: of the model and preprocessing that made the embeddings.
+        compatible_with: contract ids of other models whose embeddings these may be compared with.
         dim: numbers in an embedding.
         class_names: by label.
         manifest: the content of manifest.json.
@@ -120,6 +122,7 @@ class EmbeddingSet:
             raise DataError(f"{self.folder} is not finished; run plsc embed again with the same arguments")
         self._check_manifest()
         self.contract_id: str = self.manifest["contract_id"]
+        self.compatible_with: list[str] = self.manifest.get("compatible_with", [])
         self.dim: int = self.manifest["dim"]
         self.class_names: Sequence[str] = open_strings(
             lambda name: open_described(self.folder, name, self.manifest["files"][name], verify=verify),
@@ -187,6 +190,11 @@ class EmbeddingSet:
         for name, kind in (("contract_id", str), ("dtype", str), ("files", dict)):
             manifest_value(self.folder, self.manifest, name, kind)
         rows, _, dim = (manifest_value(self.folder, self.manifest, name, int) for name in ("rows", "classes", "dim"))
+        others = self.manifest.get("compatible_with", [])
+        if not isinstance(others, list) or not all(isinstance(one, str) for one in others):
+            raise IntegrityError(
+                f"{self.folder / MANIFEST} has a compatible_with that lists no models; use another copy"
+            )
         start = 0
         for number, entry in enumerate(manifest_value(self.folder, self.manifest, "shards", list)):
             is_next = isinstance(entry, dict) and (entry.get("name"), entry.get("start")) == (shard_name(number), start)
@@ -207,9 +215,15 @@ def same_contract(sets: Sequence[EmbeddingSet]) -> str:
     return first.contract_id
 
 
-def require_contract(actual: str, expected: str, source: str, target: str) -> None:
-    """Refuse to compare vectors of two contracts: :class:`UsageError` unless both ids are the same."""
-    if actual != expected:
+def require_contract(actual: str, expected: str, source: str, target: str, compatible_with: Sequence[str] = ()) -> None:
+    """Refuse to compare vectors of two models with :class:`UsageError`, but where they are said to be compatible.
+
+    Args:
+        actual, expected: the contract ids.
+        source, target: where the vectors with each are, for the message.
+        compatible_with: the models whose vectors those of ``source`` may be compared with, too.
+    """
+    if not may_search(actual, compatible_with, expected):
         raise UsageError(
             f"{source} was embedded by another model or preprocessing ({actual}) than {target} ({expected}); "
             "vectors of two models cannot be compared: embed both with one"

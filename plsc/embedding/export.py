@@ -9,7 +9,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.embedding.contracts import SEPARATOR
 from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8, OnnxForm, in_precision, put_preprocessing_inside
+from plsc.embedding.onnx_engine import (
+    COMPATIBLE_WITH,
+    METADATA_PREFIX,
+    MULTIPLICATIONS,
+    SUBTRACTIONS,
+    OnnxEngine,
+    fingerprint,
+)
 from plsc.embedding.onnx_engine import FORMAT as ONNX_FORMAT
-from plsc.embedding.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
 from plsc.embedding.onnx_source import OnnxSource
 from plsc.embedding.program import FORMAT as PROGRAM_FORMAT
 from plsc.embedding.program import open_program, save_program
@@ -50,6 +58,7 @@ def export_onnx(
     tolerance: float | None = None,
     form: OnnxForm | None = None,
     judge: Judge | None = None,
+    compatible_with: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write ``model`` as ONNX: input ``data`` (B, 3, H, W) float32 of (x - mean)/std, output ``embedding`` (B, D).
 
@@ -63,17 +72,19 @@ def export_onnx(
         tolerance: as a share of the largest value; None: 1e-4, in fp16 1e-2, and in int8 any.
         form: precision and preprocessing inside; None: float32 without.
         judge: gets the engines of the model and of the written file; what it raises keeps the file from appearing.
+        compatible_with: contract ids of older models whose galleries this one's queries search; the metadata hold them.
 
     Returns:
         ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``, and
-        ``precision``, ``with_preprocessing`` and what ``judge`` returned, or None, as ``judged``;
+        ``precision``, ``with_preprocessing``, ``compatible_with`` and what ``judge`` returned, or None, as ``judged``;
         max_abs_value is the largest value in the embeddings that were compared, tolerance None in int8.
 
     Raises:
         UsageError: the model has no ONNX form, or the file cannot be written.
         DataError: the written file's embeddings differ by more than ``tolerance`` times their largest value.
     """
-    return _export_graph(backbone_engine(model, CPU), lambda _: _float_graph(model), path, tolerance, form, judge)
+    engine = replace(backbone_engine(model, CPU), compatible_with=tuple(compatible_with))
+    return _export_graph(engine, lambda _: _float_graph(model), path, tolerance, form, judge)
 
 
 def reduce_onnx(
@@ -87,7 +98,8 @@ def reduce_onnx(
     """Write somebody's ONNX model anew, in a lower precision or with the preprocessing inside.
 
     A fixed batch stays, and so do the names of input and output and what the file says of itself. The metadata are
-    those of :func:`export_onnx`; the contract id is the source's, but in int8.
+    those of :func:`export_onnx`; the contract id is the source's, but in int8, and so are the models that it is
+    compatible with.
 
     Args:
         source: of :func:`plsc.embedding.onnx_source.open_source`.
@@ -135,6 +147,7 @@ def _export_graph(
     limit = ONNX_TOLERANCES[form.precision] if tolerance is None else tolerance
     result = _exported("onnx", engine, Path(path), write, limit, judge_written)
     about = {"precision": form.precision, "with_preprocessing": form.with_preprocessing}
+    about |= {"compatible_with": list(engine.compatible_with)}
     return {**result, **about, "judged": judged[0] if judged else None}
 
 
@@ -229,6 +242,8 @@ def _in_form(float_graph: Callable[[str], Any], engine: Engine, form: OnnxForm, 
     if form.with_preprocessing:
         put_preprocessing_inside(graph, engine.preprocessing)
     own = {"format": ONNX_FORMAT, "precision": form.precision, **contract, "fingerprint": fingerprint(graph)}
+    if engine.compatible_with:
+        own[COMPATIBLE_WITH] = SEPARATOR.join(engine.compatible_with)
     stated = {f"{METADATA_PREFIX}{key}": str(value) for key, value in own.items()}
     onnx.helper.set_model_props(graph, {**metadata, **stated})
     return graph

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from plsc.data import ImageDataset
 from plsc.data.loader import report_killed_workers
-from plsc.embedding.embedder import Embedder, contract_of, embed_images
+from plsc.embedding.embedder import Embedder, compatible_contracts, contract_of, embed_images
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embed, StallTimes, decode_loader, embedded_batches, fill_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
@@ -102,6 +102,7 @@ def extract(
         "precision": precision,
         "dtype": dtype,
         "shard_rows": shard_rows or default_shard_rows(len(dataset)),
+        **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
         **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
     final = Path(folder)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.embedding.contracts import models_in
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph
 from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
 from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
-from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width, stated_contract
+from plsc.models.preprocessing import (
+    CONTRACT_DIGITS,
+    DEFAULT_SIZE,
+    ImageSize,
+    Preprocessing,
+    height_and_width,
+    stated_contract,
+)
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.signing import MODEL, is_asked_for, read_signed
 
@@ -23,6 +32,8 @@ FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 PRECISIONS = ("fp32", "fp16", "int8")  # that our exports compute in; other files run as they are, called "fp32"
 LARGEST_BATCH = 256
+COMPATIBLE_WITH = "compatible_with"
+_CONTRACT = re.compile(rf"[0-9a-f]{{{CONTRACT_DIGITS}}}")
 
 # insightface's convention: a model with early nodes of these names normalises its input itself.
 EARLY_NODES = 8
@@ -77,7 +88,9 @@ class OnnxEngine:
         self._session = open_session(path, content, providers)
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self.embedding_dim = self._probe()
-        self.contract_id = stated_contract(path, metadata, FORMAT, fingerprint(model), self.preprocessing)
+        digest = fingerprint(model)
+        self.contract_id = stated_contract(path, metadata, FORMAT, digest, self.preprocessing)
+        self.compatible_with = _compatible_with(path, metadata, digest)
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
@@ -138,6 +151,17 @@ def fingerprint(model: Any) -> str:
         for attribute in sorted(node.attribute, key=lambda attribute: str(attribute.name)):
             digest.update(attribute.SerializeToString(deterministic=True))
     return digest.hexdigest()
+
+
+def _compatible_with(path: Path, metadata: dict[str, str], digest: str) -> tuple[str, ...]:
+    """The contract ids that the export wrote into the file, if its graph is still the one that it was written for."""
+    stated = metadata.get(COMPATIBLE_WITH, "")
+    if not stated or metadata.get("format") != FORMAT or metadata.get("fingerprint") != digest:
+        return ()
+    ids = models_in(stated)
+    if not all(map(_CONTRACT.fullmatch, ids)):
+        raise DataError(f"{path} has metadata whose {COMPATIBLE_WITH} names no models; export it again")
+    return tuple(ids)
 
 
 def _single(path: Path, what: str, values: list[Any]) -> Any:

@@ -208,6 +208,7 @@ def write_embedding_set(
     errors: Mapping[int, str] | None = None,
     dtype: str = "float32",
     shard_rows: int = 32768,
+    compatible_with: Sequence[str] = (),
 ) -> EmbeddingSet:
     """Write vectors in memory as an embedding set.
 
@@ -222,6 +223,7 @@ def write_embedding_set(
         errors: {row: error} for rows without an embedding.
         dtype: "float32" or "float16", of what is stored.
         shard_rows: rows of a shard.
+        compatible_with: contract ids of other models whose embeddings these may be compared with.
 
     Raises:
         UsageError: the shapes disagree, or the folder holds something else.
@@ -236,9 +238,8 @@ def write_embedding_set(
         raise UsageError(f"labels reach {int(labels.max())}, and there are {len(class_names)} class names")
     if len(np.unique(ids)) != count:
         raise UsageError("the ids are not unique")
-    writer = SetWriter(
-        Path(folder), {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows}
-    )
+    about = {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows}
+    writer = SetWriter(Path(folder), about | ({"compatible_with": list(compatible_with)} if compatible_with else {}))
     with sole_writer(writer.folder):
         writer.begin()
         for number in range(writer.shard_count):

@@ -15,8 +15,10 @@ from plsc.embedding.columns import Float32, Mask
 from plsc.embedding.embedder import Embedder
 from plsc.embedding.pipeline import embed_on_ranks
 from plsc.errors import DataError, UsageError
+from plsc.evaluation.calibration import operating_point
 from plsc.evaluation.evaluator import NOT_OF_PAIRS, EvaluationSet, identified, open_set, set_names
-from plsc.evaluation.pairs import alternating, verification
+from plsc.evaluation.pairs import alternating, verified_pairs
+from plsc.evaluation.roc import FARS, Roc
 from plsc.evaluation.search import no_retrieval
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
@@ -51,7 +53,8 @@ def evaluate_cells(
 
     Returns:
         By the set's name and the cell ("new/old" is a new query in an old gallery): what
-        :func:`plsc.evaluation.evaluate` returns of a set, without "retrieval".
+        :func:`plsc.evaluation.evaluate` returns of a set, without "retrieval", and "cosine@far": the threshold that
+        holds each false accept rate, None where the pairs do not tell.
 
     Raises:
         UsageError: the models' embeddings are of different widths; or as :func:`plsc.evaluation.evaluate`.
@@ -93,12 +96,19 @@ def _cells(
         if data.is_same is not None:
             complete = both[0::2] & both[1::2]
             pairs = alternating(query[0::2][complete], gallery[1::2][complete])
-            found[cell] = verification(pairs, data.is_same[complete]) | NOT_OF_PAIRS
+            results, roc = verified_pairs(pairs, data.is_same[complete])
+            results |= NOT_OF_PAIRS
         else:
             assert data.labels is not None
-            found[cell], _ = identified(query[both], data.labels[both], seed, gallery[both])
-        found[cell] |= counts
+            results, roc = identified(query[both], data.labels[both], seed, gallery[both])
+        found[cell] = results | {"cosine@far": _thresholds(roc)} | counts
     return found
+
+
+def _thresholds(roc: Roc) -> dict[str, float | None]:
+    """The cosine that holds each false accept rate, by its name; None where the pairs do not tell."""
+    points = {name: operating_point(roc, far) for name, far in FARS.items()}
+    return {name: None if point is None else point.threshold for name, point in points.items()}
 
 
 def cells_for_table(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

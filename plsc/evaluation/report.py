@@ -69,6 +69,7 @@ def results_rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ..
 _LABELS = (
     *("images", "identities", "accuracy, %", "threshold, cosine", "area under ROC, %", "equal error rate, %"),
     *(f"TAR at FAR {far}, %" for far in FARS),
+    *(f"cosine at FAR {far}" for far in FARS),
     *("from impostor pairs", "rank-1, %", "rank-5, %"),
     *(f"Recall@{k}, %" for k in RECALLS),
     *("mAP@R, %", "R-precision, %"),
@@ -78,12 +79,14 @@ _LABELS = (
 def _cells(result: Mapping[str, Any]) -> list[str]:
     """Return the values of a set, in the order of the labels. Shares are in percent."""
     accuracy, cosine, found = result["accuracy"], result["threshold_cosine"], result["retrieval"]
+    cosines = result.get("cosine@far", {})  # of two models
     return [
         *(_count(result[name]) for name in ("images", "identities")),
         percent(accuracy) if accuracy is None else f"{percent(accuracy)} ± {100 * result['accuracy_std']:.2f}",
-        _NONE if cosine is None else f"{cosine:.4f}",
+        _cosine(cosine),
         *(percent(result[name]) for name in ("auc", "eer")),
         *(percent(result["tar@far"][far]) for far in FARS),
+        *(_cosine(cosines.get(far)) for far in FARS),
         _count(result["impostor_pairs"]),
         *(percent(result[name]) for name in ("rank1", "rank5")),
         *(percent(found[f"recall@{k}"]) for k in RECALLS),
@@ -111,6 +114,10 @@ def percent(value: float | None) -> str:
     if text == "100.00" and value < 1:
         return "99.99"
     return "<0.01" if text == "0.00" and value > 0 else text
+
+
+def _cosine(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4f}"
 
 
 def _count(value: int | None) -> str:

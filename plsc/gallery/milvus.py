@@ -132,7 +132,7 @@ class MilvusStore(Store):
 
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
         rows = self._rows_of(collection)
-        return rows.search(query.units(rows.info), query.k, query.threshold, query.filter)
+        return rows.search(query.units(rows), query.k, query.threshold, query.filter)
 
     # --- maintenance ---
 

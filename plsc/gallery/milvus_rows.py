@@ -206,6 +206,12 @@ class MilvusRows(Rows):
         self._server.write(self.entry.faces, rows)
         self._server.write(self.entry.persons, [person_row(person)])
 
+    def set_contract(self, contract_id: str) -> None:
+        """Store ``contract_id`` as the collection's."""
+        self.info = replace(self.info, contract_id=contract_id)
+        self.entry = replace(self.entry, info=self.info)
+        self.save()
+
     def save(self) -> None:
         """Write the entry to the registry."""
         self._server.register(self.entry.name, self.entry.body())

@@ -123,7 +123,7 @@ class PostgresStore(Store):
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
         with self._transaction(read_only=True) as connection:
             found = rows.find_collection(connection, collection)
-            units, hidden = query.units(found.info), found.expired_ids()
+            units, hidden = query.units(found), found.expired_ids()
             fetches = [found.face_search(unit, query.filter, hidden) for unit in units]
             return [group_by_person(fetch, query.k, query.threshold) for fetch in fetches]
 

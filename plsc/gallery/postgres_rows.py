@@ -6,6 +6,7 @@ up to date.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -222,6 +223,11 @@ class PostgresRows(Rows):
         text = "DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])"
         self._connection.execute(text, [self.key, list(faces)])
         self._take_ids(0, -len(faces))
+
+    def set_contract(self, contract_id: str) -> None:
+        """Store ``contract_id`` as the collection's."""
+        self.info = replace(self.info, contract_id=contract_id)
+        self._connection.execute("UPDATE plsc_collections SET contract_id = %s WHERE key = %s", [contract_id, self.key])
 
     # --- the second space ---
 

@@ -74,6 +74,10 @@ class Rows(ABC):
     def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
         """Delete faces of a person."""
 
+    @abstractmethod
+    def set_contract(self, contract_id: str) -> None:
+        """Store ``contract_id`` as the collection's, and have ``info`` say so."""
+
     # --- the second space, in backends that do not list "migrations" in what they lack ---
 
     @property

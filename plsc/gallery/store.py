@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
+from plsc.embedding.contracts import joined, may_search
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
@@ -54,16 +55,15 @@ class Query(NamedTuple):
     filter: Filter | None
     contract_id: str | None
 
-    def units(self, collection: Collection) -> Float32:
+    def units(self, found: validation.Searched) -> Float32:
         """Return the vectors in float32, of length 1.
 
         Raises:
             ConflictError: they are of another model than the collection's.
             UsageError: they do not fit its dimension, or have no direction.
         """
-        if self.contract_id is not None:
-            validation.check_contract(collection, self.contract_id)
-        return unit_vectors(self.vectors, collection.dim)
+        validation.check_query(found, self.contract_id)
+        return unit_vectors(self.vectors, found.info.dim)
 
 
 class Store(SecondSpaces):
@@ -143,6 +143,30 @@ class Store(SecondSpaces):
         if created is None:
             raise ConflictError(f"a collection {name} exists already; name another one, or delete it")
         return created
+
+    def admit_model(self, collection: str, contract_id: str, compatible_with: Sequence[str]) -> None:
+        """Let vectors of another model come beside those that a collection holds; its contract id names both then.
+
+        Args:
+            collection: its name.
+            contract_id: of the model.
+            compatible_with: the models whose vectors its own may be compared with (``Embedder.compatible_with``).
+
+        Raises:
+            ConflictError: the collection has vectors of a model that is not among them, or is being moved.
+        """
+
+        def work(rows: Rows, _: object) -> None:
+            if not may_search(contract_id, compatible_with, rows.info.contract_id):
+                validation.check_contract(rows.info, contract_id)
+            space = joined(rows.info.contract_id, contract_id)
+            if space != rows.info.contract_id:
+                if rows.migration is not None:
+                    raise ConflictError(f"{collection} is being moved to another model: finish that, or cancel it")
+                validation.check_collection(collection, rows.info.dim, space)
+                rows.set_contract(space)
+
+        self._change(collection, Change(work))
 
     @abstractmethod
     def delete_collection(self, name: str) -> None:

@@ -161,9 +161,10 @@ def import_set(
 ) -> dict[str, int]:
     """Enrol an embedding set: a person for each class, and one for each row without a class, its key as metadata.
 
-    The collection is created if there is none. Rows with an error, NaN, infinity or length zero are left out. Persons
-    are enrolled in batches, each whole or not at all. If one fails, a collection that was created here is removed, and
-    one that existed keeps the batches before. Every file is hashed first.
+    The collection is created if there is none; a set by a model that is compatible with the collection's comes beside
+    what it holds. Rows with an error, NaN, infinity or length zero are left out. Persons are enrolled in batches, each
+    whole or not at all. If one fails, a collection that was created here is removed, and one that existed keeps the
+    batches before. Every file is hashed first.
 
     Returns:
         {"persons", "faces", "left_out"}.
@@ -175,6 +176,8 @@ def import_set(
     source = embedding_set if isinstance(embedding_set, EmbeddingSet) else EmbeddingSet(embedding_set)
     source.verify()
     is_new = collection not in {info.name for info in store.collections()}
+    if not is_new and source.compatible_with:
+        store.admit_model(collection, source.contract_id, source.compatible_with)
     with _new_collection(store, collection, source.dim, source.contract_id) if is_new else nullcontext():
         return _import_rows(store, collection, source, quiet)
 

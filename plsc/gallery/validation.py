@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from plsc.embedding.contracts import is_of
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
 from plsc.gallery.values import KEEP, Collection, Float32, Migration, NewPerson, Person
 from plsc.index.rows import unit_vectors
@@ -97,11 +98,38 @@ def check_new(target: Path) -> None:
 
 
 def check_contract(collection: Collection, contract_id: str) -> None:
-    """Raise :class:`ConflictError` unless vectors of ``contract_id`` are comparable with the collection's."""
-    if contract_id != collection.contract_id:
+    """Raise :class:`ConflictError` unless ``contract_id`` is of models whose vectors the collection has."""
+    if contract_id != collection.contract_id and not is_of(contract_id, collection.contract_id):
         raise ConflictError(
             f"collection {collection.name} holds embeddings of the contract {collection.contract_id}, not of "
             f"{ascii(contract_id)[:80]}; vectors of two models cannot be compared: use one model, or another collection"
+        )
+
+
+class Searched(Protocol):
+    """A collection as a store searches it."""
+
+    @property
+    def info(self) -> Collection:
+        """The collection."""
+
+    @property
+    def migration(self) -> Migration | None:
+        """Its migration."""
+
+
+def check_query(found: Searched, contract_id: str | None) -> None:
+    """Raise :class:`ConflictError` if queries are of a model, ``contract_id``, that is not the collection's.
+
+    While it is moved, one model may have vectors in both spaces: then the id has to be the searched space's own.
+    """
+    if contract_id is None or contract_id == found.info.contract_id:
+        return
+    check_contract(found.info, contract_id)
+    if found.migration is not None:
+        raise ConflictError(
+            f"collection {found.info.name} is being moved, and its contract is {found.info.contract_id} now; search it "
+            "by that"
         )
 
 
@@ -210,8 +238,9 @@ def check_vectors(
         The searched vectors (n, dim) and those in the second space, (n, other dim) or None, of unit length.
     """
     given = {**others, contract_id: vectors}
-    check_contract(collection, collection.contract_id if collection.contract_id in given else contract_id)
-    own = unit_vectors(given[collection.contract_id], collection.dim)
+    searched = collection.contract_id if collection.contract_id in given else contract_id
+    check_contract(collection, searched)
+    own = unit_vectors(given[searched], collection.dim)
     if migration is None or migration.contract_id not in given:
         return own, None
     second = unit_vectors(given[migration.contract_id], migration.dim)

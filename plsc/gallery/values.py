@@ -25,7 +25,8 @@ class Collection:
     """A named set of persons whose vectors have ``dim`` numbers and come from one model.
 
     Attributes:
-        contract_id: fingerprint of the model and preprocessing that made the vectors.
+        contract_id: fingerprint of the model and preprocessing that made the vectors; of several models that are
+            compatible, theirs with commas between (:mod:`plsc.embedding.contracts`).
         created: ISO 8601, UTC.
     """
 

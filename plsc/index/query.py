@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plsc.embedding.contracts import may_search
 from plsc.embedding.embedding_set import EmbeddingSet, require_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
@@ -45,13 +46,14 @@ def open_queries(index: Index, source: str | Path, model: str | Path | None = No
     """Read an embedding set, or embed one image or a data set of images.
 
     Args:
-        index: whose contract the queries have to share.
+        index: whose contract the queries have to share, or be compatible with.
         source: the set, image or images.
         model: embeds the images; None: the model that the index remembers.
         best: of a run directory given as ``model``, take the weights of the best evaluation.
 
     Raises:
-        UsageError: there is no such source or model, or it is of another contract than the index.
+        UsageError: there is no such source or model, or it is of another contract than the index, and not of a model
+            that is compatible with it.
     """
     if (Path(source) / MANIFEST).is_file():
         return _from_set(index, EmbeddingSet(source, verify=True))
@@ -112,7 +114,8 @@ def _require_source(source: str | Path) -> None:
 
 
 def _from_set(index: Index, source: EmbeddingSet) -> Queries:
-    require_contract(source.contract_id, index.contract_id, str(source.folder), str(index.folder))
+    between = source.contract_id, index.contract_id, str(source.folder), str(index.folder)
+    require_contract(*between, source.compatible_with)
     vectors = source.rows(0, len(source))
     return Queries(list(source.keys), vectors, {**_unsearchable(vectors), **source.errors})
 
@@ -136,12 +139,13 @@ def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder
 
 
 def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:
-    from plsc.embedding.embedder import contract_of
+    from plsc.embedding.embedder import compatible_contracts, contract_of
     from plsc.embedding.pipeline import embed_dataset
     from plsc.embedding.sources import open_images
 
-    flip = index.contract_id == contract_of(embedder, True)
-    require_contract(contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder))
+    flip = may_search(contract_of(embedder, True), compatible_contracts(embedder, True), index.contract_id)
+    between = contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder)
+    require_contract(*between, compatible_contracts(embedder, flip))
     images = open_images(source, embedder.image_size)
     names = [images.key(i) for i in range(len(images))]
     vectors, errors, warnings = embed_dataset(embedder, images, flip=flip)

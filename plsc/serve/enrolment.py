@@ -64,6 +64,7 @@ async def _enrol(
             _refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
         # What is kept of the answer: nothing of what the request says of persons, who may be deleted, and no name.
         kept = [None if who is None else (who.id, who.score) for who in known]
+        await service.admit(spaces)
         options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
         if on_known == "add" and (who := known[0]) is not None:
             request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from plsc.embedding.contracts import is_of
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
 from plsc.gallery.filters import Filter, UnfinishedFilter
@@ -31,6 +32,7 @@ from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
 from plsc.serve.migrations import Migrations
+from plsc.serve.models import Models
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
@@ -97,6 +99,7 @@ class Service:
         self.embedders = {self.contract_id: embedder}  # by contract id
         if next_embedder is not None and self.next_contract_id is not None:
             self.embedders.setdefault(self.next_contract_id, next_embedder)
+        self.models = Models(self.embedders, settings.flip)
         self.thresholds: dict[str, float] = {}  # that moves found, by contract id
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
@@ -170,12 +173,14 @@ class Service:
             inputs: images and vectors.
             names: of the inputs in errors.
             deadline: of ``time.monotonic()``.
-            contracts: of the model, and of further ones that embed images, too; without any, the service's own.
+            contracts: of the space that the vectors are for, and of further ones for which images are embedded, too;
+                without any, of the service's own model.
 
         Raises:
             ApiError: an input that cannot be used, by its name; 403 for vectors of a caller who may send none.
         """
-        model, *further = contracts or [self.contract_id]
+        space, *further = contracts or [self.contract_id]
+        model = self._model_for(space)
         dim = self.embedders[model].embedding_dim
         vectors = [
             None if item.image is not None else item.numbers(name, dim)
@@ -192,13 +197,19 @@ class Service:
             decoded = await self._decode_all(*about, model)
             embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, model)
             if len(images) == len(inputs):
-                others = {other: await self._embed_too(*about, decoded, model, other) for other in further}
+                others = {
+                    other: await self._embed_too(*about, decoded, model, self._model_for(other)) for other in further
+                }
             for index, vector, image in zip(images, embedded, decoded, strict=True):
                 check_direction(vector, names[index])
                 vectors[index], crops[index] = vector, image.pixels
             if self.settings.items == PEOPLE:  # only pictures of faces have to be aligned crops
                 warnings = [warning for image in decoded for warning in image.warnings]
         return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops, others)
+
+    def _model_for(self, space: str) -> str:
+        """The contract id of the model that embeds for a collection that :meth:`require_collection` returned."""
+        return space if space in self.embedders else self.models.searching(space) or self.contract_id
 
     async def _embed_too(
         self,
@@ -252,15 +263,25 @@ class Service:
         """A collection whose vectors are of a model of this service; :class:`PlscError` if there is none."""
         found: Spaces = await self._remember(name, self._spaces, name)
         collection, migration = found
-        if collection.contract_id not in self.embedders:
-            raise ConflictError(
-                f"collection {name} holds embeddings of the contract {collection.contract_id}, and this service's "
-                f"model makes {self.contract_id}; serve it with its own model, move it to this one (--next-model), or "
-                "use another collection"
-            )
-        if migration is not None and migration.contract_id not in self.embedders:
+        if self._searching(found) is None:
+            raise self.models.refusal(collection)
+        if migration is not None and self.models.member(migration.contract_id) is None:
             return Spaces(collection, None)  # who is enrolled has no second vector, and is missing
         return found
+
+    def _searching(self, spaces: Spaces) -> str | None:
+        """The model whose queries search a collection: while it is moved, one that it has vectors of alone."""
+        space = spaces.info.contract_id
+        if space in self.embedders:
+            return space
+        return self.models.searching(space) if spaces.migration is None else self.models.member(space)
+
+    async def admit(self, spaces: Spaces) -> None:
+        """Have a collection's contract id name the model whose vectors are about to come beside another's."""
+        space = spaces.info.contract_id
+        if (model := self._model_for(space)) != space and not is_of(model, space):
+            await self.change(self.store.admit_model, spaces.info.name, model, self.models.compatible_with(model))
+            self.forget(spaces.info.name)
 
     def _spaces(self, name: str) -> Spaces:
         return Spaces(self.store.collection(name), self.store.migration(name))
@@ -280,7 +301,8 @@ class Service:
     def settings_of(self, spaces: Spaces) -> Settings:
         """The settings with the threshold of a collection's model, None where that is not known."""
         contract_id, migration = spaces.info.contract_id, spaces.migration
-        if contract_id == self.contract_id:
+        measured = self.settings.false_match_rate is not None  # among vectors of the model alone
+        if contract_id == self.contract_id or (self._searching(spaces) == self.contract_id and not measured):
             return self.settings
         threshold = self.thresholds.get(contract_id)  # of a move that is finished
         if migration is not None:

@@ -56,7 +56,12 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
 
     contract = Preprocessing(SIZE)
     embedder = SimpleNamespace(
-        embedding_dim=8, image_size=SIZE, preprocessing=contract, contract_id=f"linear-{seed}", source="stand-in"
+        embedding_dim=8,
+        image_size=SIZE,
+        preprocessing=contract,
+        contract_id=f"linear-{seed}",
+        source="stand-in",
+        compatible_with=(),
     )
     return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
 

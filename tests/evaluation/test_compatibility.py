@@ -57,6 +57,10 @@ def test_the_cells_are_those_of_plain_loops():
         found = cells[cell]
         tar, rank1 = expected(both[query][kept], both[gallery][kept], labels[kept], 1e-2)
         assert found["tar@far"]["1e-2"] == pytest.approx(tar, abs=1e-3)
+        scores, same = unit(both[query][kept]) @ unit(both[gallery][kept]).T, labels[kept, None] == labels[None, kept]
+        impostors = scores[np.triu(~same, 1)]
+        cosine = found["cosine@far"]["1e-2"]
+        assert np.mean(impostors >= cosine) <= 1e-2 < np.mean(impostors >= cosine - 1e-2), "the lowest that holds it"
         assert found["rank1"] == pytest.approx(rank1)
         assert (found["images"], found["unreadable"]) == (200, 2)
     assert len({cells[cell]["rank1"] for cell in CELLS}) > 1
@@ -100,6 +104,10 @@ def four_cells(mesh):
 def test_the_cells_of_one_model_are_its_own_evaluation(ranks, world):
     for cells, alone in ranks(world, four_cells):
         assert list(cells) == list(CELLS)
+        thresholds = cells["new/new"].pop("cosine@far")
+        assert {name for name, cosine in thresholds.items() if cosine is None} == {
+            name for name, tar in alone["tar@far"].items() if tar is None
+        }
         assert {name: alone[name] for name in cells["new/new"]} == cells["new/new"]
         assert cells["old/new"]["impostor_pairs"] == alone["impostor_pairs"]
 

@@ -39,6 +39,7 @@ class Linear:
     preprocessing = Preprocessing(SIZE)
     embedding_dim = DIM
     contract_id = CONTRACT
+    compatible_with: tuple[str, ...] = ()
     precision = "fp32"
 
     def __init__(self) -> None:

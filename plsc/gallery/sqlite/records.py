@@ -117,6 +117,15 @@ def set_segment(db: sqlite3.Connection, stored: StoredCollection) -> None:
     )
 
 
+def set_contract(db: sqlite3.Connection, stored: StoredCollection) -> None:
+    """Store the contract id of ``stored`` as the collection's."""
+    values = _collection_values(stored.number, stored.info, stored.space)
+    db.execute(
+        "UPDATE collections SET contract_id = ?, checksum = ? WHERE number = ?",
+        (stored.info.contract_id, row_checksum(*values), stored.number),
+    )
+
+
 def _read_collection(db: sqlite3.Connection, row: tuple[Any, ...]) -> StoredCollection:
     number, checksum, space, segment, digest, watermark, *rest = row
     info = Collection(*rest)

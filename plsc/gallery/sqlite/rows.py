@@ -285,6 +285,11 @@ class SqliteRows(Rows):
         for person, *row in self.db.execute(text, (self.stored.space, value)):
             codec.leave(person, records.checked_vector(self.db, *row))
 
+    def set_contract(self, contract_id: str) -> None:
+        """Store ``contract_id`` as the collection's."""
+        self.info = replace(self.info, contract_id=contract_id)
+        records.set_contract(self.db, replace(self.stored, info=self.info))
+
     # --- the second space ---
 
     def begin_migration(self, migration: Migration) -> None:

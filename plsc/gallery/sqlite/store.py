@@ -212,7 +212,7 @@ class SqliteStore(Store):
                 state.prepare(rows.added, rows.expiries)
                 migration = rows.migration
             state.publish(rows.added, rows.gone)
-            state.migration = migration
+            state.info, state.migration = rows.info, migration
             return result
         finally:
             state.persons.forget(touched)
@@ -326,7 +326,7 @@ class SqliteStore(Store):
         state, filter = self._state(collection), query.filter
         if isinstance(filter, PreparedFilter):
             view, masks, state = filter.found
-        units = query.units(state.info)
+        units = query.units(state)
         if not isinstance(filter, PreparedFilter):
             view, masks = self._matching_rows(state, filter, "" if filter is None else repr(filter.conditions))
         return view.search(units, query.k, query.threshold, masks)

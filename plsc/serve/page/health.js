@@ -90,7 +90,9 @@ function threshold({ threshold: own, false_match_rate: rate }) {
 
 function collectionRow(one) {
   const { model, next_model: next } = state.info;
-  const made = { [model.contract_id]: "this one", ...(next === null ? {} : { [next]: "the next one" }) }[one.contract_id] ?? "another";
+  const known = { ...(next === null ? {} : { [next]: "the next one" }), [model.contract_id]: "this one" };
+  const models = one.contract_id.split(",").map((id) => known[id] ?? "another"); // several where they are compatible
+  const made = [...new Set(models)].join(" and ");
   const cells = [one.persons.toLocaleString("en"), one.faces.toLocaleString("en"), made, day(one.created)];
   return element("tr", {}, element("th", { scope: "row" }, isolated(one.name)), ...cells.map((text) => element("td", {}, text)));
 }

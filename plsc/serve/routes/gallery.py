@@ -26,7 +26,10 @@ class NewCollection(Body):
 
 
 class CollectionView(BaseModel):
-    """A collection; ``threshold`` is that of its model, null where the service has none."""
+    """A collection; ``threshold`` is that of its model, null where the service has none.
+
+    ``contract_id`` names the models of its vectors, with commas between where compatible ones have enrolled.
+    """
 
     name: str
     dim: int

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
-from plsc.errors import UsageError
+from plsc.errors import ConflictError, UsageError
 from plsc.gallery.migration import MAX_LOSS, filling, moving
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
@@ -134,7 +134,13 @@ async def begin_migration(
     embedder, store = service.embedders[service.next_contract_id], service.store
 
     def begin() -> None:
-        filling.check_room(store, store.collection(body.collection).faces, embedder.embedding_dim)
+        info = store.collection(body.collection)
+        if service.models.searching(info.contract_id) and service.models.member(info.contract_id) is None:
+            raise ConflictError(
+                f"{info.name} holds vectors of {info.contract_id}, which a compatible model searches here but not "
+                "while they are moved; to move them, serve them with their own model, or use plsc gallery migrate"
+            )
+        filling.check_room(store, info.faces, embedder.embedding_dim)
         store.begin_migration(body.collection, embedder.embedding_dim, str(service.next_contract_id))
 
     return await _changed(service, body.collection, begin)

@@ -158,6 +158,7 @@ async def put_person(
     async def put(spaces: Spaces) -> tuple[Person, bool, list[str]]:
         new, crops, warnings = await embed_persons(service, spaces, [body], False)
         about = (collection, replace(new[0], external_id=external_id), spaces.info.contract_id, crops[0])
+        await service.admit(spaces)
         return *await service.add(service.thumbnails.put_person, *about, adds=external_id, **options), warnings
 
     person, is_new, warnings = await service.with_collection(collection, put)
@@ -255,6 +256,7 @@ async def add_faces(
                 vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
                 about = (collection, person, vectors, spaces.info.contract_id, crops)
                 kept = claim.request(lambda faces: (faces, warnings))
+                await service.admit(spaces)
                 ids = await service.add(service.thumbnails.add_faces, *about, others=others, idempotent=kept)
                 return ids, warnings
 

@@ -100,7 +100,10 @@ class MatchesView(BaseModel):
 
 
 class SearchView(BaseModel):
-    """One entry in ``results`` for each query. ``contract_id`` is the model's whose vectors were searched."""
+    """One entry in ``results`` for each query. ``contract_id`` is the model's whose vectors were searched.
+
+    Several models' ids have commas between: those models are compatible.
+    """
 
     results: list[MatchesView]
     threshold: float | None

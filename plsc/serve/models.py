@@ -1,0 +1,46 @@
+"""The models of a service: which of them embeds for a collection, by the collection's contract id."""
+
+from collections.abc import Mapping
+
+from plsc.embedding.contracts import is_of, may_search
+from plsc.embedding.embedder import Embedder, compatible_contracts
+from plsc.errors import ConflictError
+from plsc.gallery.values import Collection
+
+
+class Models:
+    """The model of a service and, if there is one, that to which collections may be moved.
+
+    Args:
+        embedders: by contract id, the service's own model first.
+        flip: whether embeddings are averages over picture and mirror image.
+    """
+
+    def __init__(self, embedders: Mapping[str, Embedder], flip: bool) -> None:
+        self._compatible_with = {each: compatible_contracts(embedder, flip) for each, embedder in embedders.items()}
+
+    def compatible_with(self, model: str) -> tuple[str, ...]:
+        """The contract ids of other models, to whose vectors those of ``model`` may be compared."""
+        return self._compatible_with[model]
+
+    def member(self, space: str) -> str | None:
+        """The model that has vectors among those with the contract id ``space``; None: none of these."""
+        return next((model for model in self._compatible_with if is_of(model, space)), None)
+
+    def searching(self, space: str) -> str | None:
+        """The model whose queries search vectors with the contract id ``space``: a member, or a compatible one."""
+        found = (model for model, others in self._compatible_with.items() if may_search(model, others, space))
+        return self.member(space) or next(found, None)
+
+    def refusal(self, info: Collection) -> ConflictError:
+        """The error for a collection that no model searches, or none while it is moved."""
+        mend = "serve it with its own model until the move that is under way is finished"
+        if self.searching(info.contract_id) is None:
+            mend = (
+                "serve it with its own model, or one that is compatible with it, move it to this one (--next-model, or "
+                "plsc gallery migrate), or use another collection"
+            )
+        return ConflictError(
+            f"collection {info.name} holds embeddings of the contract {info.contract_id}, and this service's model "
+            f"makes {next(iter(self._compatible_with))}; {mend}"
+        )
