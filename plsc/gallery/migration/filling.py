@@ -15,7 +15,7 @@ import torch
 
 from plsc.data.codec import decode_image
 from plsc.embedding.embedder import Embedder, embed_images
-from plsc.errors import DataError, NotFoundError, StorageError
+from plsc.errors import DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
@@ -41,6 +41,21 @@ class Pairs(NamedTuple):
     persons: Int64
 
 
+class Room(NamedTuple):
+    """Bytes of disk that vectors of another model will take, of ``faces``, and those ``free``: None of a server's."""
+
+    faces: int
+    needed: int
+    free: int | None
+
+    @property
+    def shortage(self) -> str | None:
+        """What is wrong where too few are free."""
+        if self.free is None or self.free >= self.needed:
+            return None
+        return f"vectors of the new model need {self.needed:,} bytes of disk, and {self.free:,} are free; make room"
+
+
 @dataclass
 class Filled:
     """What a filling did.
@@ -64,14 +79,11 @@ def require_migration(store: Store, collection: str) -> Migration:
     return found
 
 
-def check_room(store: Store, faces: int, dim: int) -> int:
-    """Return the bytes of disk that a second space takes; :class:`StorageError` if a folder's disk has fewer free."""
+def room_of(store: Store, collection: str, dim: int) -> Room:
+    """Return what a second space of vectors with ``dim`` numbers takes."""
+    faces = store.collection(collection).faces
     needed = faces * (2 * 4 * dim + 64)  # the rows, and the segment that a cut-over writes of them
-    if store.folder is not None and (free := shutil.disk_usage(store.folder).free) < needed:
-        raise StorageError(
-            f"{store.folder}: vectors of the new model need {needed:,} bytes of disk, and {free:,} are free; make room"
-        )
-    return needed
+    return Room(faces, needed, None if store.folder is None else shutil.disk_usage(store.folder).free)
 
 
 def embed_with(embedder: Embedder, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:

@@ -4,7 +4,8 @@ plsc.gallery.second_space says what each does to the store, plsc.gallery.migrati
 """
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery.migration import MAX_LOSS
@@ -136,8 +137,15 @@ def roll_back(store: Store, collection: str) -> Status:
     return status(store, collection)
 
 
-def finish(store: Store, collection: str) -> dict[str, float]:
-    """Delete the former model's vectors; returns the thresholds that the move found, by contract id.
+class Finished(NamedTuple):
+    """The ``thresholds`` that a move found, by contract id, and how many ``snapshots`` may hold the former vectors."""
+
+    thresholds: dict[str, float]
+    snapshots: int
+
+
+def finish(store: Store, collection: str, snapshots: Path | None) -> Finished:
+    """Delete the former model's vectors; those in the folder ``snapshots`` stay in each that was taken before.
 
     Raises:
         ConflictError: the collection is not cut over.
@@ -148,7 +156,8 @@ def finish(store: Store, collection: str) -> dict[str, float]:
             f"{collection} is not cut over: searches read the former model's vectors; cut over, or cancel"
         )
     store.end_migration(collection, migration.contract_id)
-    return dict(migration.details.get("thresholds", {}))
+    kept = [] if snapshots is None else [*snapshots.glob("[!.]*")]
+    return Finished(dict(migration.details.get("thresholds", {})), len(kept))
 
 
 def cancel(store: Store, collection: str) -> None:

@@ -22,6 +22,7 @@ from plsc.serve.routing import (
     Served,
     Upload,
     accepts,
+    record_collection,
     record_ids,
     requires,
 )
@@ -66,6 +67,17 @@ class MigrationView(BaseModel):
     judgement: dict[str, Any] | None
 
 
+class BegunView(MigrationView):
+    """A move that has begun.
+
+    ``needed_bytes`` of disk are what the new model's vectors will take at the most, and ``free_bytes`` were free: null
+    where the store is on a server.
+    """
+
+    needed_bytes: int
+    free_bytes: int | None
+
+
 class MigrationsView(BaseModel):
     """All collections that are being moved, by name."""
 
@@ -95,11 +107,15 @@ class AssignedView(BaseModel):
 
 
 class FinishedView(BaseModel):
-    """The thresholds that the move found, by contract id: start the service with the new model and its own."""
+    """The thresholds that the move found, by contract id: start the service with the new model and its own.
+
+    So many ``snapshots`` were taken before, and may hold the former model's vectors: delete those.
+    """
 
     collection: str
     contract_id: str
     thresholds: dict[str, float]
+    snapshots: int
 
 
 @router.get("", responses=error_responses())
@@ -122,22 +138,28 @@ def _view(service: Service, collection: str) -> MigrationView:
 @router.post("", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 501, 507))
 @requires("admin", all_collections=True)
 async def begin_migration(
-    body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served
-) -> MigrationView:
+    body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served, request: Request
+) -> BegunView:
     """Begin to move a collection to the service's next model (plsc serve --next-model).
 
     From now on enrolments are embedded by both models, and pictures that were kept are embedded again. Searches answer
-    as before.
+    as before. Without room on the disk for a second vector of every face the answer is 503, and nothing is begun.
     """
+    record_collection(request, body.collection)
     if service.next_contract_id is None:
         raise UsageError("this service has no next model; start it with --next-model FILE")
     embedder, store = service.embedders[service.next_contract_id], service.store
 
-    def begin() -> None:
-        filling.check_room(store, store.collection(body.collection).faces, embedder.embedding_dim)
+    def begin() -> filling.Room:
+        room = filling.room_of(store, body.collection, embedder.embedding_dim)
+        if room.shortage is not None:
+            raise ApiError(503, room.shortage)
         store.begin_migration(body.collection, embedder.embedding_dim, str(service.next_contract_id))
+        return room
 
-    return await _changed(service, body.collection, begin)
+    room = await service.change(begin)
+    view = await _told(service, body.collection)
+    return BegunView(**view.model_dump(), needed_bytes=room.needed, free_bytes=room.free)
 
 
 @router.get("/{collection}", responses=error_responses(404))
@@ -262,11 +284,11 @@ async def roll_back(collection: CollectionName, service: Served) -> MigrationVie
 @requires("admin")
 async def finish(collection: CollectionName, service: Served) -> FinishedView:
     """Delete the former model's vectors: after the next compaction they are in no file but snapshots."""
-    thresholds = await service.change(moving.finish, service.store, collection)
-    service.thresholds |= thresholds
+    done = await service.change(moving.finish, service.store, collection, service.settings.snapshots)
+    service.thresholds |= done.thresholds
     service.forget(collection)
     info = await service.in_store(service.store.collection, collection)
-    return FinishedView(collection=collection, contract_id=info.contract_id, thresholds=thresholds)
+    return FinishedView(collection=collection, contract_id=info.contract_id, **done._asdict())
 
 
 @router.post("/{collection}/cancel", status_code=204, response_model=None, responses=error_responses(404, 409))
@@ -280,6 +302,11 @@ async def cancel(collection: CollectionName, service: Served) -> None:
 async def _changed(service: Service, collection: str, work: Any) -> MigrationView:
     """Do ``work``, which changes a migration, and return how far it is then."""
     await service.change(work)
+    return await _told(service, collection)
+
+
+async def _told(service: Service, collection: str) -> MigrationView:
+    """How far a migration is that has just changed."""
     service.forget(collection)
     if service.migrations is not None:
         service.migrations.wake()
