@@ -79,7 +79,8 @@ class Mover:
         elif draw < 0.5:
             self.step(http, "estimate", stand)
         elif draw < 0.8:
-            self.exchange(http)
+            if not self.exchange(http) and chance.random() < 0.5:
+                self.step(http, "estimate", stand)
         elif stand.is_cut_over or draw > 0.95:
             self.step(http, "finish" if stand.is_cut_over else "cancel", Stand(stand.searched))
 
@@ -272,7 +273,7 @@ class MovingTrial(Trial):
         super().after_kill(files=files)
         if files:
             self._see_vectors()
-        if self._kept is not None and self.gallery.chance.random() < 0.15:
+        if self._kept is not None and self.gallery.chance.random() < 0.2:
             self._restore(self._kept)
 
     def _see_vectors(self) -> None:
