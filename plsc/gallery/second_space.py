@@ -73,10 +73,11 @@ class SecondSpaces(ABC):
         return self._change(collection, Change(work, check))
 
     def set_migration_details(self, collection: str, details: Mapping[str, Any]) -> Migration:
-        """Store ``details`` (JSON) with a migration, in place of the former ones."""
+        """Store ``details`` (JSON) with a migration, in place of the former ones of the same names."""
 
         def work(rows: Rows, _: object) -> Migration:
-            changed = replace(_migrating(rows), details=dict(details))
+            migration = _migrating(rows)
+            changed = replace(migration, details={**migration.details, **details})
             rows.update_migration(changed)
             return changed
 

@@ -316,7 +316,7 @@ def test_the_steps_of_a_move_are_kept_while_the_file_is_written_anew(
     monkeypatch.undo()
     migration = store.migration(GALLERY)
     assert migration is not None
-    assert (migration.contract_id, migration.details) == (NEW, {"number": 1})
+    assert (migration.contract_id, migration.details) == (NEW, {"threshold": 0.5, "number": 1})
     known.agree()
     known.agree_second()
     store.check()

@@ -66,8 +66,7 @@ def status(store: Store, collection: str) -> Status:
 
 def set_paused(store: Store, collection: str, paused: bool) -> None:
     """Let the service fill the second space no further, or go on."""
-    details = {**require_migration(store, collection).details, "paused": paused}
-    store.set_migration_details(collection, details)
+    store.set_migration_details(collection, {"paused": paused})
 
 
 def judge_move(store: Store, collection: str, threshold: float | None) -> Judgement:
@@ -94,8 +93,7 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
     thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
     if threshold is None:  # who judges nobody by one today does not tomorrow
         thresholds = {}
-    known = {**require_migration(store, collection).details, "thresholds": thresholds}
-    store.set_migration_details(collection, {**known, "judgement": judgement.to_dict()})
+    store.set_migration_details(collection, {"thresholds": thresholds, "judgement": judgement.to_dict()})
     return judgement
 
 
