@@ -121,16 +121,14 @@ class Mover:
             if person is None or person.is_vector:
                 return
             (state,) = person.states
-            searched, other, *_ = self._moves.stand
             assert state is not None
-            assert other is not None
-            refused = () if searched in person.exact else (422,)  # an estimate is unlike its picture
+            refused = () if self._moves.stand.searched in person.exact else (422,)  # an estimate is unlike its picture
             body = {"faces": [person.query(state.face)]}
             answer = self._post(http, f"{MOVE}/persons/{person.id}/pictures", body, "pictures", refused)
             if answer.is_success:
                 assert len(answer.json()["faces"]) == 1, answer.text
                 self._gallery.count("pictures")
-                person.second_of, person.exact = self._moves.epoch, {*person.exact, other}
+                self._moves.note_own(person)
 
     def _post(self, http: httpx.Client, path: str, body: Any, name: str, refused: Sequence[int] = ()) -> httpx.Response:
         """Ask for a step, which the audit log has to name if it was done."""
@@ -237,8 +235,7 @@ class MovingTrial(Trial):
             if person.id in lacking:
                 assert person.second_of != epoch, f"person {person.number} had a vector of {stand.second}, and lacks it"
             else:
-                person.second_of = epoch
-                person.exact.add(stand.second)
+                self._moves.note_own(person)
 
     def _verify_space(self, http: httpx.Client) -> None:
         searched, people = self._moves.stand.searched, self.gallery.people.values()

@@ -66,6 +66,13 @@ class Moves:
         self.epochs += 1
         self.epoch = self.epochs
 
+    def note_own(self, person: "MovingPerson") -> None:
+        """Note that a person has a vector of its own in the second space."""
+        if self.stand.second is not None:
+            person.exact.add(self.stand.second)
+        if self.stand.searched in person.exact:  # else it may be an estimate, and is missing after an exchange
+            person.second_of = self.epoch
+
     def other(self, model: str) -> str:
         """The model that is not ``model``."""
         return next(one for one in self.dims if one != model)
