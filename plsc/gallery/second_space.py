@@ -105,10 +105,15 @@ class SecondSpaces(ABC):
             (person, tuple(face for face in person.faces if face not in found or face in lacks)) for person in persons
         ]
 
-    def face_vectors(self, collection: str, person: int) -> dict[int, FaceVectors]:
-        """Return {face: its vectors in both spaces} of a person, as of one moment."""
+    def face_vectors(self, collection: str, person: int, contract_id: str | None = None) -> dict[int, FaceVectors]:
+        """Return {face: its vectors in both spaces} of a person, as of one moment.
+
+        With ``contract_id`` the searched ones are of that model: else a :class:`ConflictError` says that the collection
+        was moved meanwhile.
+        """
         with self._reading(collection) as rows:
             _migrating(rows)
+            validation.check_query(rows.info, contract_id)
             found = rows.require(person)
             searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
         both = {face: FaceVectors(vector, second.get(face)) for face, vector in zip(found.faces, searched, strict=True)}

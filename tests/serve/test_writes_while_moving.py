@@ -22,6 +22,7 @@ from support.live_service import NEXT_CONTRACT as NEW
 from support.stores import content_of
 from support.waiting import wait_until
 
+from plsc.gallery.migration import filling, moving
 from plsc.serve.settings import Limits
 
 MOVE, STAFF = "/v1/migrations/staff", "/v1/collections/staff"
@@ -106,6 +107,38 @@ def test_a_quota_counts_a_person_once(live: Live) -> None:
         assert live.ask("DELETE", f"{PERSONS}/{answer.json()['id']}").status_code == 204
     step(live, "roll-back")
     assert live.ask("GET", STAFF).json()["persons"] == there
+
+
+def test_pictures_sent_again_during_a_cut_over_are_compared_in_the_space_that_is_searched_then(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assign, models = filling.assign_pictures, list[str]()
+
+    def assign_late(store: Any, *args: Any) -> list[int]:
+        if not models:  # the pictures were embedded before
+            moving.cut_over(store, "staff", None, 1)
+        models.append(args[-1][0])
+        return assign(store, *args)
+
+    monkeypatch.setattr(filling, "assign_pictures", assign_late)
+    sent = live.ask("POST", f"{MOVE}/persons/1/pictures", {"faces": [image_input(picture(0))]})
+    assert (sent.status_code, sent.json(), models) == (200, {"faces": [1]}, [CONTRACT, NEW])
+    step(live, "roll-back")
+    assert found(live, 0) == (CONTRACT, [1])
+
+
+def test_what_is_learned_or_judged_is_of_one_pair_of_spaces(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = filling._both
+
+    def exchanged_first(store: Any, *args: Any) -> Any:
+        store.exchange_spaces("staff", store.migration("staff").contract_id)
+        return both(store, *args)
+
+    monkeypatch.setattr(filling, "_both", exchanged_first)
+    for name in ("estimate", "judge"):
+        answer = live.ask("POST", f"{MOVE}/{name}")
+        assert answer.status_code == 409, answer.text
+        step(live, "roll-back")
 
 
 def test_who_expires_leaves_both_spaces(live: Live) -> None:

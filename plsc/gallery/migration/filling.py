@@ -153,7 +153,7 @@ def _decoded(contents: Mapping[int, bytes], faces: Sequence[int]) -> Iterator[tu
 
 
 def assign_pictures(
-    store: Store, collection: str, person: Person, searched: Float32, second: Float32, contract_id: str
+    store: Store, collection: str, person: Person, searched: Float32, second: Float32, contracts: Sequence[str]
 ) -> list[int]:
     """Give a person's faces second vectors of pictures that were sent again; returns the faces.
 
@@ -165,33 +165,37 @@ def assign_pictures(
         person: whose pictures these are.
         searched: embeddings (n, d) of the pictures, by the model whose vectors are searched.
         second: embeddings (n, e) of the same pictures, by the other model.
-        contract_id: of the other model.
+        contracts: ids of both models.
 
     Raises:
-        ConflictError: the second space is not of that model any more, as after a cut-over.
+        ConflictError: the spaces are not of these models any more, as after a cut-over.
     """
-    own = {face: one.searched for face, one in store.face_vectors(collection, person.id).items()}
+    own = {face: one.searched for face, one in store.face_vectors(collection, person.id, contracts[0]).items()}
     assigned: dict[int, Float32] = {}
     for picture, other in zip(searched / np.linalg.norm(searched, axis=1, keepdims=True), second, strict=True):
         for face, vector in own.items():  # one picture may have been enrolled twice
             if picture @ vector >= _SAME:
                 assigned[face] = other
     if assigned:
-        store.put_second_vectors(collection, {person.id: assigned}, contract_id)
+        store.put_second_vectors(collection, {person.id: assigned}, contracts[1])
     return sorted(assigned)
 
 
-def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
-    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first."""
+def pairs(store: Store, collection: str, contract_id: str, most: int = MOST_PAIRS) -> Pairs:
+    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first.
+
+    Raises:
+        ConflictError: the searched space is not that of ``contract_id``, as after a cut-over meanwhile.
+    """
+    info, migration = store.collection(collection), require_migration(store, collection)
     single: list[tuple[Float32, Float32, int]] = []
     several: list[tuple[Float32, Float32, int]] = []
-    for person, searched, second in _both(store, collection):
+    for person, searched, second in _both(store, collection, contract_id):
         (several if len(searched) > 1 else single).extend(
             (one, other, person) for one, other in zip(searched, second, strict=True)
         )
         if len(several) >= most:
             break
-    info, migration = store.collection(collection), require_migration(store, collection)
     rows = (several + single)[:most]
     return Pairs(
         np.array([row[0] for row in rows], dtype=np.float32).reshape(-1, info.dim),
@@ -200,11 +204,11 @@ def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
     )
 
 
-def _both(store: Store, collection: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
+def _both(store: Store, collection: str, contract_id: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
     """Yield each person with the vectors of those faces that have both."""
     for person in all_persons(store, collection):
         with suppress(NotFoundError):  # deleted meanwhile
-            found = store.face_vectors(collection, person.id).values()
+            found = store.face_vectors(collection, person.id, contract_id).values()
             known = [(one.searched, one.second.vector) for one in found if one.second and not one.second.is_estimated]
             if known:
                 yield person.id, [own for own, _ in known], [other for _, other in known]
@@ -215,15 +219,24 @@ def fit(found: Pairs) -> tuple[Adapter, Float32]:
     return fit_with_estimates(found.searched, found.second, found.persons, seed=_SEED)
 
 
-def fill_by_adapter(store: Store, collection: str, adapter: Adapter, *, quiet: bool = False) -> Filled:
-    """Give every face without a second vector an estimate, which gives way to a vector of its own."""
-    migration, done = require_migration(store, collection), Filled()
+def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Filled:
+    """Give every face without a second vector an estimate, by an adapter learned from the faces that have both.
+
+    An estimate gives way to a vector of the face's own.
+
+    Raises:
+        ConflictError: the spaces were exchanged meanwhile; what was stored until then is right.
+        DataError: too few faces have both.
+    """
+    contract_id, done = store.collection(collection).contract_id, Filled()
+    migration = require_migration(store, collection)
+    adapter, _ = fit(pairs(store, collection, contract_id))
     progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
     while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
         rows: dict[int, Mapping[int, Float32]] = {}
         for person, faces in page:
             with suppress(NotFoundError):  # deleted meanwhile
-                found = store.face_vectors(collection, person.id)
+                found = store.face_vectors(collection, person.id, contract_id)
                 own = {face: found[face].searched for face in faces if face in found}
                 rows[person.id] = dict(zip(own, adapter(np.stack([*own.values()])), strict=True)) if own else {}
         count = store.put_second_vectors(collection, rows, migration.contract_id, estimated=True)

@@ -87,7 +87,7 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
         raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
     if threshold is None:
         threshold = migration.details.get("thresholds", {}).get(info.contract_id)
-    found = pairs(store, collection)
+    found = pairs(store, collection, info.contract_id)
     estimated = fit(found)[1] if store.count_second(collection)[1] else None
     judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
     thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}

@@ -49,8 +49,7 @@ def fill(
     pictures = ThumbnailStore(store, thumbnails, keep=False)
     done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.contents)
     if adapter and store.count_second(collection)[0]:
-        learned, _ = filling.fit(filling.pairs(store, collection))
-        done.estimated = filling.fill_by_adapter(store, collection, learned).estimated
+        done.estimated = filling.fill_by_adapter(store, collection).estimated
     _tell(done)
     return vars(done)
 

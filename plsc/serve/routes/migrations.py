@@ -209,7 +209,7 @@ async def send_pictures(
         other = None if spaces.migration is None else spaces.migration.contract_id
         if other is None or other not in embedded.others:
             raise ApiError(409, f"{collection} takes no pictures again: it is not being moved, or vectors were sent")
-        both = embedded.vectors, embedded.others[other], other
+        both = embedded.vectors, embedded.others[other], spaces.contracts
         return await service.change(filling.assign_pictures, service.store, collection, found, *both)
 
     faces = await service.with_collection(collection, assign)
@@ -225,12 +225,7 @@ async def estimate(collection: CollectionName, service: Served) -> MigrationView
 
     An estimate gives way to the vector of a picture that is sent later.
     """
-
-    def work() -> None:
-        adapter, _ = filling.fit(filling.pairs(service.store, collection))
-        filling.fill_by_adapter(service.store, collection, adapter, quiet=True)
-
-    return await _changed(service, collection, work)
+    return await _changed(service, collection, lambda: filling.fill_by_adapter(service.store, collection, quiet=True))
 
 
 @router.post("/{collection}/judge", responses=error_responses(404, 409, 422))
