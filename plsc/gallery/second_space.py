@@ -48,6 +48,11 @@ class SecondSpaces(ABC):
         with self._reading(collection) as rows:
             return rows.migration
 
+    def spaces(self, collection: str) -> tuple[Collection, Migration | None]:
+        """Return a collection and its migration, as of one moment."""
+        with self._reading(collection) as rows:
+            return rows.current, rows.migration
+
     def begin_migration(
         self, collection: str, dim: int, contract_id: str, details: Mapping[str, Any] | None = None
     ) -> Migration:
@@ -113,7 +118,8 @@ class SecondSpaces(ABC):
         """
         with self._reading(collection) as rows:
             _migrating(rows)
-            validation.check_query(rows.info, contract_id)
+            if contract_id is not None:
+                validation.check_contract(rows.current, contract_id)
             found = rows.require(person)
             searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
         both = {face: FaceVectors(vector, second.get(face)) for face, vector in zip(found.faces, searched, strict=True)}

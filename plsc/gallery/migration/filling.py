@@ -19,7 +19,7 @@ from plsc.errors import DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
-from plsc.gallery.values import Float32, Migration, Person
+from plsc.gallery.values import Collection, Float32, Migration, Person
 from plsc.index.rows import Int64
 from plsc.models.preprocessing import resize_image
 from plsc.progress import Progress
@@ -71,12 +71,17 @@ class Filled:
     without_picture: int = 0
 
 
-def require_migration(store: Store, collection: str) -> Migration:
-    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
-    found = store.migration(collection)
+def require_spaces(store: Store, collection: str) -> tuple[Collection, Migration]:
+    """Return a collection and its migration, of one moment; :class:`NotFoundError` if it is not being moved."""
+    info, found = store.spaces(collection)
     if found is None:
         raise NotFoundError(f"{collection} is not being moved to another model; begin a migration")
-    return found
+    return info, found
+
+
+def require_migration(store: Store, collection: str) -> Migration:
+    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
+    return require_spaces(store, collection)[1]
 
 
 def room_of(store: Store, collection: str, dim: int) -> Room:
@@ -187,7 +192,7 @@ def pairs(store: Store, collection: str, contract_id: str, most: int = MOST_PAIR
     Raises:
         ConflictError: the searched space is not that of ``contract_id``, as after a cut-over meanwhile.
     """
-    info, migration = store.collection(collection), require_migration(store, collection)
+    info, migration = require_spaces(store, collection)
     single: list[tuple[Float32, Float32, int]] = []
     several: list[tuple[Float32, Float32, int]] = []
     for person, searched, second in _both(store, collection, contract_id):
@@ -228,15 +233,14 @@ def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Fi
         ConflictError: the spaces were exchanged meanwhile; what was stored until then is right.
         DataError: too few faces have both.
     """
-    contract_id, done = store.collection(collection).contract_id, Filled()
-    migration = require_migration(store, collection)
-    adapter, _ = fit(pairs(store, collection, contract_id))
+    (info, migration), done = require_spaces(store, collection), Filled()
+    adapter, _ = fit(pairs(store, collection, info.contract_id))
     progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
     while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
         rows: dict[int, Mapping[int, Float32]] = {}
         for person, faces in page:
             with suppress(NotFoundError):  # deleted meanwhile
-                found = store.face_vectors(collection, person.id, contract_id)
+                found = store.face_vectors(collection, person.id, info.contract_id)
                 own = {face: found[face].searched for face in faces if face in found}
                 rows[person.id] = dict(zip(own, adapter(np.stack([*own.values()])), strict=True)) if own else {}
         count = store.put_second_vectors(collection, rows, migration.contract_id, estimated=True)

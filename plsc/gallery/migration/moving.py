@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery.migration import MAX_LOSS
-from plsc.gallery.migration.filling import fit, pairs, require_migration
+from plsc.gallery.migration.filling import fit, pairs, require_migration, require_spaces
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
 
@@ -47,7 +47,7 @@ class Status:
 
 def status(store: Store, collection: str) -> Status:
     """Return how far the move of a collection is."""
-    migration, info = require_migration(store, collection), store.collection(collection)
+    info, migration = require_spaces(store, collection)
     lacking, estimated = store.count_second(collection)
     return Status(
         collection=collection,
@@ -82,7 +82,7 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
         ConflictError: the collection is cut over.
         DataError: fewer than ten people have two faces with both vectors.
     """
-    migration, info = require_migration(store, collection), store.collection(collection)
+    info, migration = require_spaces(store, collection)
     if migration.is_cut_over:
         raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
     if threshold is None:

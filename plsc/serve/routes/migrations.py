@@ -1,12 +1,13 @@
 """/v1/migrations: collections that are being moved to the service's next model."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
-from plsc.errors import UsageError
+from plsc.errors import NotFoundError, UsageError
 from plsc.gallery.migration import MAX_LOSS, filling, moving
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
@@ -127,8 +128,11 @@ async def list_migrations(service: Served) -> MigrationsView:
 
 
 def _all(service: Service, sees: Any) -> list[MigrationView]:
-    names = [one.name for one in service.store.collections() if sees(one.name)]
-    return [_view(service, name) for name in names if service.store.migration(name) is not None]
+    views = []
+    for name in [one.name for one in service.store.collections() if sees(one.name)]:
+        with suppress(NotFoundError):  # it is not being moved, or not any more
+            views.append(_view(service, name))
+    return views
 
 
 def _view(service: Service, collection: str) -> MigrationView:
