@@ -47,6 +47,7 @@ _OPERATIONS = {  # of the audit log
 }
 _REFUSED = {"estimate": (409, 422), "cut-over": (409,), "roll-back": (409,)}
 _QUERIES = 64  # of a request
+_SENT = 8  # pictures, before an estimate
 _GONE = 150  # people, the latest
 _NEEDLE = slice(8, 40)  # the bytes of a vector that are looked for
 _NEEDLES = 1500  # vectors, the latest
@@ -79,10 +80,17 @@ class Mover:
         elif draw < 0.5:
             self.step(http, "estimate", stand)
         elif draw < 0.8:
-            if not self.exchange(http) and chance.random() < 0.5:
-                self.step(http, "estimate", stand)
+            if not self.exchange(http):
+                self._complete(http)
         elif stand.is_cut_over or draw > 0.95:
             self.step(http, "finish" if stand.is_cut_over else "cancel", Stand(stand.searched))
+
+    def _complete(self, http: httpx.Client) -> None:
+        """Send pictures again and estimate the rest, so that an exchange is possible; and exchange."""
+        for _ in range(_SENT):
+            self.send_picture(http)
+        if self.step(http, "estimate", self._moves.stand):
+            self.exchange(http)
 
     def exchange(self, http: httpx.Client) -> bool:
         """Cut over, or roll back; returns False where faces lack a vector of the other model."""
