@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,25 @@ _LAST = 400  # people, and as many who are gone, whose vectors are looked for
 _GIVE_UP_SECONDS = 120.0  # on a busy machine
 
 
-def await_forgotten(store: Path, people: Sequence[Person], encrypted: bool) -> float:
-    """Return how many seconds it took until no file held anything of who is not there; snapshots keep their moment."""
-    allowed = {text for person in people for text in person.allowed_texts}
-    gone = [stored_vector(one.number, face)[_NEEDLE] for one in people[-_LAST:] for face in gone_faces(one)]
+def await_forgotten(store: Path, people: Sequence[Person], encrypted: bool, vectors: Sequence[bytes]) -> float:
+    """Return how many seconds it took until no file held anything of who is not there; snapshots keep their moment.
+
+    Args:
+        store: the folder.
+        people: everybody.
+        encrypted: no file holds a vector, of whomever.
+        vectors: parts of further ones that no file may hold.
+    """
+    gone = [*vectors]
+    gone += [stored_vector(one.number, face)[_NEEDLE] for one in people[-_LAST:] for face in gone_faces(one)]
     begun = time.monotonic()
     while True:
-        texts, vectors = content_of(store, gone)
-        if texts == allowed and not vectors:
+        allowed = {text for person in people for text in person.allowed_texts}
+        texts, left = content_of(store, gone)
+        if texts == allowed and not left:
             break
         assert time.monotonic() - begun < _GIVE_UP_SECONDS, (
-            f"files hold {sorted(texts - allowed)[:5]} and {len(vectors)} vectors of people who are not there, and "
+            f"files hold {sorted(texts - allowed)[:5]} and {len(left)} vectors of people who are not there, and "
             f"lack {sorted(allowed - texts)[:5]}"
         )
         time.sleep(0.1)
@@ -78,11 +86,16 @@ def verify_audit(store: Path) -> None:
     assert sorted(named) == list(range(1, len(named) + 1)), "changes without a line, or with two"
 
 
-def verify_thumbnails(store: Path, views: Iterable[dict[str, Any]]) -> None:
-    """Every thumbnail is of a face that is there."""
-    faces = {f"{view['id']}-{face['id']}.jpg" for view in views for face in view["faces"]}
-    left = {path.name for path in (store / "thumbnails").rglob("*.jpg")} - faces
-    assert not left, f"thumbnails of nobody: {sorted(left)[:5]}"
+def verify_thumbnails(store: Path, views: Callable[[], Iterable[dict[str, Any]]]) -> None:
+    """Every picture is of a face that is there; soon: one of who expired goes with its person."""
+    begun = time.monotonic()
+    while True:
+        faces = {f"{view['id']}-{face['id']}" for view in views() for face in view["faces"]}
+        left = {path.stem for path in (store / "thumbnails").glob("*/*/*")} - faces
+        if not left:
+            return
+        assert time.monotonic() - begun < _GIVE_UP_SECONDS, f"pictures of nobody: {sorted(left)[:5]}"
+        time.sleep(0.1)
 
 
 def verify_store(folder: Path, key: Path | None) -> None:

@@ -46,6 +46,11 @@ class Person:
         return len(self.states) == 1 and None not in self.states
 
     @property
+    def is_to_repeat(self) -> bool:
+        """True if its enrolment was asked for, and not answered."""
+        return self.is_new and not self.is_settled
+
+    @property
     def allowed_texts(self) -> set[tuple[int, int]]:
         """The texts that files may hold."""
         own = {(self.number, state.text) for state in self.states if state is not None}

@@ -326,7 +326,11 @@ class Client:
         self._request("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
 
     def begin_migration(self, collection: str) -> dict[str, Any]:
-        """Begin to move a collection to the server's next model; returns how far it is (docs/migration.md)."""
+        """Begin to move a collection to the server's next model (docs/migration.md).
+
+        Returns how far it is, and the bytes of disk that it will take at the most (``needed_bytes``) and that were free
+        (``free_bytes``; None where the server's store is in a database).
+        """
         return dict(self._request("POST", "/v1/migrations", {"collection": collection}))
 
     def migrations(self) -> list[dict[str, Any]]:
@@ -349,6 +353,8 @@ class Client:
 
     def migrate(self, collection: str, step: str, *, max_loss: float | None = None) -> dict[str, Any]:
         """Take a step of a move; returns how far it is, or what was found.
+
+        "finish" returns the thresholds, and how many ``snapshots`` were taken before and may hold the former vectors.
 
         Args:
             collection: its name.

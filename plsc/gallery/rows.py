@@ -32,6 +32,11 @@ class Rows(ABC):
 
     info: Collection
 
+    @property
+    def current(self) -> Collection:
+        """The collection as this transaction sees it; in a read ``info`` may be of a moment before."""
+        return self.info
+
     # --- the primitives of a backend ---
 
     @abstractmethod

@@ -48,6 +48,11 @@ class SecondSpaces(ABC):
         with self._reading(collection) as rows:
             return rows.migration
 
+    def spaces(self, collection: str) -> tuple[Collection, Migration | None]:
+        """Return a collection and its migration, as of one moment."""
+        with self._reading(collection) as rows:
+            return rows.current, rows.migration
+
     def begin_migration(
         self, collection: str, dim: int, contract_id: str, details: Mapping[str, Any] | None = None
     ) -> Migration:
@@ -73,10 +78,11 @@ class SecondSpaces(ABC):
         return self._change(collection, Change(work, check))
 
     def set_migration_details(self, collection: str, details: Mapping[str, Any]) -> Migration:
-        """Store ``details`` (JSON) with a migration, in place of the former ones."""
+        """Store ``details`` (JSON) with a migration, in place of the former ones of the same names."""
 
         def work(rows: Rows, _: object) -> Migration:
-            changed = replace(_migrating(rows), details=dict(details))
+            migration = _migrating(rows)
+            changed = replace(migration, details={**migration.details, **details})
             rows.update_migration(changed)
             return changed
 
@@ -104,10 +110,16 @@ class SecondSpaces(ABC):
             (person, tuple(face for face in person.faces if face not in found or face in lacks)) for person in persons
         ]
 
-    def face_vectors(self, collection: str, person: int) -> dict[int, FaceVectors]:
-        """Return {face: its vectors in both spaces} of a person, as of one moment."""
+    def face_vectors(self, collection: str, person: int, contract_id: str | None = None) -> dict[int, FaceVectors]:
+        """Return {face: its vectors in both spaces} of a person, as of one moment.
+
+        With ``contract_id`` the searched ones are of that model: else a :class:`ConflictError` says that the collection
+        was moved meanwhile.
+        """
         with self._reading(collection) as rows:
             _migrating(rows)
+            if contract_id is not None:
+                validation.check_contract(rows.current, contract_id)
             found = rows.require(person)
             searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
         both = {face: FaceVectors(vector, second.get(face)) for face, vector in zip(found.faces, searched, strict=True)}

@@ -231,7 +231,7 @@ class Admission:
         entry = {
             "token": None if caller is None else caller.name,
             "operation": getattr(scope.get("route"), "name", None),
-            "collection": context.collection,
+            "collection": context.collection or scope["state"].get("collection"),
             "ids": scope["state"].get("ids", [])[:MAX_IDS],
             "status": context.status,
         }

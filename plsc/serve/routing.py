@@ -86,6 +86,11 @@ def record_ids(request: Request, ids: Sequence[int]) -> None:
     request.scope["state"]["ids"] = list(ids)
 
 
+def record_collection(request: Request, name: str) -> None:
+    """Set the collection that a request is about whose path names none, for the audit log."""
+    request.scope["state"]["collection"] = name
+
+
 class DirectRoute(APIRoute):
     """A route whose endpoint takes the request and nothing else: it costs a quarter of FastAPI's way to parameters.
 

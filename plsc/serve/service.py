@@ -284,7 +284,7 @@ class Service:
             self.forget(spaces.info.name)
 
     def _spaces(self, name: str) -> Spaces:
-        return Spaces(self.store.collection(name), self.store.migration(name))
+        return Spaces(*self.store.spaces(name))
 
     async def with_collection(self, name: str, work: Callable[[Spaces], Awaitable[Result]]) -> Result:
         """Do what needs vectors for a collection; again from the start if it is moved to another model meanwhile."""

@@ -20,7 +20,7 @@ from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, content_of,
 from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.migration.filling import fill_from_pictures
-from plsc.gallery.sqlite import compaction
+from plsc.gallery.sqlite import compaction, rewriting
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson, Person
@@ -297,6 +297,29 @@ def test_an_exchange_that_fails_leaves_the_store_as_it_was(
     store.exchange_spaces(GALLERY, NEW)
     known.agree()
     assert store.check()["faces"] == len(known.known)
+
+
+def test_the_steps_of_a_move_are_kept_while_the_file_is_written_anew(
+    folder: tuple[Kit, Store, Faces], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, known = folder
+    known.forget(everyone(store, GALLERY)[0])
+    copy = rewriting._Changes.copy
+
+    def move_first(changes: Any, path: Path) -> None:
+        for number in range(2):  # each row is changed again
+            store.set_migration_details(GALLERY, {"number": number})
+        copy(changes, path)
+
+    monkeypatch.setattr(rewriting._Changes, "copy", move_first)
+    store.compact()
+    monkeypatch.undo()
+    migration = store.migration(GALLERY)
+    assert migration is not None
+    assert (migration.contract_id, migration.details) == (NEW, {"threshold": 0.5, "number": 1})
+    known.agree()
+    known.agree_second()
+    store.check()
 
 
 def test_both_vectors_of_the_deleted_leave_every_file(folder: tuple[Kit, Store, Faces]) -> None:

@@ -224,6 +224,13 @@ USING = (
         ("tests/gallery/test_deleted_texts.py",),
     ),
     Defect(
+        "a step of a move fails while the file is written anew",
+        "plsc/gallery/sqlite/rewriting.py",
+        'f"INSERT INTO {table} SELECT {values} WHERE NOT EXISTS (SELECT 1 FROM {table} WHERE {same}); "',
+        'f"INSERT OR IGNORE INTO {table} SELECT {values}; "',
+        ("tests/gallery/test_second_space.py",),
+    ),
+    Defect(
         "a write that shares its line's sync with a read is answered before it",
         "plsc/serve/audit.py",
         "durable=any(written for _, written in together)",

@@ -1,5 +1,6 @@
 """Moving a collection to the service's next model over HTTP: begun, filled, judged, cut over, rolled back, finished."""
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.live_service import (
     CONTRACT,
+    NEXT_DIM,
     SIZE,
     Linear,
     Live,
@@ -25,6 +27,7 @@ from support.live_service import (
 )
 
 from plsc.client import Client, ServerError
+from plsc.gallery.migration import filling
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson
 from plsc.tools.entry import main
@@ -79,6 +82,7 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
     assert live.ask("GET", "/v1/info").json()["next_model"] == NEW
     begun = live.ask("POST", "/v1/migrations", {"collection": "staff"})
     assert (begun.status_code, begun.json()["second_contract_id"], begun.json()["contract_id"]) == (201, NEW, CONTRACT)
+    assert begun.json()["free_bytes"] > begun.json()["needed_bytes"] == (2 * PERSONS + 1) * (2 * 4 * NEXT_DIM + 64)
     assert live.ask("POST", "/v1/migrations", {"collection": "staff"}).status_code == 409
 
     now = until_lacking(live, 5)
@@ -123,12 +127,14 @@ def test_a_collection_moves_while_it_is_used(live: Live) -> None:
     assert found(live, 6)[1] != people[3]["id"]
     step(live, "finish", status=409)
     step(live, "cut-over", {"max_loss": 1})
+    live.ask("POST", "/v1/snapshots")
     finished = step(live, "finish")
-    assert finished["contract_id"] == NEW
+    assert (finished["contract_id"], finished["snapshots"]) == (NEW, 1)
     assert live.ask("GET", "/v1/migrations/staff").status_code == 404
     assert live.ask("GET", "/v1/migrations").json() == {"migrations": []}
     assert found(live, 300) == (NEW, since["id"], pytest.approx(1.0, abs=1e-6))
     lines = (live.folder / "audit.jsonl").read_text()
+    assert '"operation":"begin_migration","collection":"staff"' in lines
     for operation in ("begin_migration", "fill_migration", "cut_over", "roll_back", "finish"):
         assert f'"{operation}"' in lines, operation
     assert live.ask("GET", place).json()["contract_id"] == NEW
@@ -175,6 +181,7 @@ def test_the_client_moves_a_collection(live: Live) -> None:
         people = [client.add_person("staff", faces=[picture(2 * n), picture(2 * n + 1)]) for n in range(3)]
         lone = client.add_person("staff", faces=[np.ones(8)], external_id="E-1")
         begun = client.begin_migration("staff")
+        assert begun["needed_bytes"] < begun["free_bytes"]
         assert client.migrations()[0]["began"] == begun["began"]
         until_lacking(live, 1)
         missing = {"id": lone.id, "external_id": "E-1", "name": None, "faces": list(lone.faces)}
@@ -192,7 +199,21 @@ def test_the_client_moves_a_collection(live: Live) -> None:
             client.migrate("staff", "cancel")
         client.migrate("staff", "roll-back")
         assert client.migrate("staff", "cancel") == {}
+        client.begin_migration("staff")
+        until_lacking(live, 0)
+        client.migrate("staff", "cut-over", max_loss=1)
+        assert client.migrate("staff", "finish")["snapshots"] == 0
         assert client.migrations() == []
+
+
+def test_without_room_on_the_disk_nothing_is_begun(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    enrol(live, live.collection("staff"), 1)
+    usage = shutil.disk_usage(live.folder)._replace(free=100)
+    monkeypatch.setattr(filling.shutil, "disk_usage", lambda _: usage)
+    answer = live.ask("POST", "/v1/migrations", {"collection": "staff"})
+    told = "vectors of the new model need 160 bytes of disk, and 100 are free; make room"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, told)
+    assert live.ask("GET", "/v1/migrations/staff").status_code == 404
 
 
 def test_a_service_without_a_next_model_says_so(tmp_path: Path) -> None:
@@ -244,7 +265,7 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert "people is not being moved to another model; begin a migration" in capsys.readouterr().err
     assert migrate(store, "--to", "new") == 0
     told = capsys.readouterr().out
-    assert "24 faces will take up to" in told
+    assert f"24 faces will take up to {24 * (2 * 4 * NEXT_DIM + 64):,} bytes of disk; " in told
     assert "24 faces embedded" in told
     assert "all of 24 faces have vectors of both models; judge: --report" in told
     assert migrate(store, "--report", "--plot", plot) == 0

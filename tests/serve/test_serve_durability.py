@@ -11,11 +11,14 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_durability.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--encrypt"]], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "more", [[], ["--encrypt"], ["--migrate"], ["--migrate", "--encrypt"]], ids=lambda more: " ".join(more) or "plain"
+)
 def test_kills_of_the_service_lose_double_and_bring_back_nothing(more: list[str]) -> None:
     command = [sys.executable, str(SCRIPT), "--rounds", "3", "--seconds", "2", "--seed", "5", *more]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["acknowledged"] > 0
-    assert figures["rotations"] == len(more)
+    assert figures["rotations"] == more.count("--encrypt")
+    assert ("steps" in figures) == ("--migrate" in more)

@@ -15,11 +15,11 @@ import torch
 
 from plsc.data.codec import decode_image
 from plsc.embedding.embedder import Embedder, embed_images
-from plsc.errors import DataError, NotFoundError, StorageError
+from plsc.errors import DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
-from plsc.gallery.values import Float32, Migration, Person
+from plsc.gallery.values import Collection, Float32, Migration, Person
 from plsc.index.rows import Int64
 from plsc.models.preprocessing import resize_image
 from plsc.progress import Progress
@@ -41,6 +41,21 @@ class Pairs(NamedTuple):
     persons: Int64
 
 
+class Room(NamedTuple):
+    """Bytes of disk that vectors of another model will take, of ``faces``, and those ``free``: None of a server's."""
+
+    faces: int
+    needed: int
+    free: int | None
+
+    @property
+    def shortage(self) -> str | None:
+        """What is wrong where too few are free."""
+        if self.free is None or self.free >= self.needed:
+            return None
+        return f"vectors of the new model need {self.needed:,} bytes of disk, and {self.free:,} are free; make room"
+
+
 @dataclass
 class Filled:
     """What a filling did.
@@ -56,22 +71,24 @@ class Filled:
     without_picture: int = 0
 
 
-def require_migration(store: Store, collection: str) -> Migration:
-    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
-    found = store.migration(collection)
+def require_spaces(store: Store, collection: str) -> tuple[Collection, Migration]:
+    """Return a collection and its migration, of one moment; :class:`NotFoundError` if it is not being moved."""
+    info, found = store.spaces(collection)
     if found is None:
         raise NotFoundError(f"{collection} is not being moved to another model; begin a migration")
-    return found
+    return info, found
 
 
-def check_room(store: Store, faces: int, dim: int) -> int:
-    """Return the bytes of disk that a second space takes; :class:`StorageError` if a folder's disk has fewer free."""
+def require_migration(store: Store, collection: str) -> Migration:
+    """Return the migration of a collection; :class:`NotFoundError` if it is not being moved."""
+    return require_spaces(store, collection)[1]
+
+
+def room_of(store: Store, collection: str, dim: int) -> Room:
+    """Return what a second space of vectors with ``dim`` numbers takes."""
+    faces = store.collection(collection).faces
     needed = faces * (2 * 4 * dim + 64)  # the rows, and the segment that a cut-over writes of them
-    if store.folder is not None and (free := shutil.disk_usage(store.folder).free) < needed:
-        raise StorageError(
-            f"{store.folder}: vectors of the new model need {needed:,} bytes of disk, and {free:,} are free; make room"
-        )
-    return needed
+    return Room(faces, needed, None if store.folder is None else shutil.disk_usage(store.folder).free)
 
 
 def embed_with(embedder: Embedder, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:
@@ -141,7 +158,7 @@ def _decoded(contents: Mapping[int, bytes], faces: Sequence[int]) -> Iterator[tu
 
 
 def assign_pictures(
-    store: Store, collection: str, person: Person, searched: Float32, second: Float32, contract_id: str
+    store: Store, collection: str, person: Person, searched: Float32, second: Float32, contracts: Sequence[str]
 ) -> list[int]:
     """Give a person's faces second vectors of pictures that were sent again; returns the faces.
 
@@ -153,33 +170,37 @@ def assign_pictures(
         person: whose pictures these are.
         searched: embeddings (n, d) of the pictures, by the model whose vectors are searched.
         second: embeddings (n, e) of the same pictures, by the other model.
-        contract_id: of the other model.
+        contracts: ids of both models.
 
     Raises:
-        ConflictError: the second space is not of that model any more, as after a cut-over.
+        ConflictError: the spaces are not of these models any more, as after a cut-over.
     """
-    own = {face: one.searched for face, one in store.face_vectors(collection, person.id).items()}
+    own = {face: one.searched for face, one in store.face_vectors(collection, person.id, contracts[0]).items()}
     assigned: dict[int, Float32] = {}
     for picture, other in zip(searched / np.linalg.norm(searched, axis=1, keepdims=True), second, strict=True):
         for face, vector in own.items():  # one picture may have been enrolled twice
             if picture @ vector >= _SAME:
                 assigned[face] = other
     if assigned:
-        store.put_second_vectors(collection, {person.id: assigned}, contract_id)
+        store.put_second_vectors(collection, {person.id: assigned}, contracts[1])
     return sorted(assigned)
 
 
-def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
-    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first."""
+def pairs(store: Store, collection: str, contract_id: str, most: int = MOST_PAIRS) -> Pairs:
+    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first.
+
+    Raises:
+        ConflictError: the searched space is not that of ``contract_id``, as after a cut-over meanwhile.
+    """
+    info, migration = require_spaces(store, collection)
     single: list[tuple[Float32, Float32, int]] = []
     several: list[tuple[Float32, Float32, int]] = []
-    for person, searched, second in _both(store, collection):
+    for person, searched, second in _both(store, collection, contract_id):
         (several if len(searched) > 1 else single).extend(
             (one, other, person) for one, other in zip(searched, second, strict=True)
         )
         if len(several) >= most:
             break
-    info, migration = store.collection(collection), require_migration(store, collection)
     rows = (several + single)[:most]
     return Pairs(
         np.array([row[0] for row in rows], dtype=np.float32).reshape(-1, info.dim),
@@ -188,11 +209,11 @@ def pairs(store: Store, collection: str, most: int = MOST_PAIRS) -> Pairs:
     )
 
 
-def _both(store: Store, collection: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
+def _both(store: Store, collection: str, contract_id: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
     """Yield each person with the vectors of those faces that have both."""
     for person in all_persons(store, collection):
         with suppress(NotFoundError):  # deleted meanwhile
-            found = store.face_vectors(collection, person.id).values()
+            found = store.face_vectors(collection, person.id, contract_id).values()
             known = [(one.searched, one.second.vector) for one in found if one.second and not one.second.is_estimated]
             if known:
                 yield person.id, [own for own, _ in known], [other for _, other in known]
@@ -203,15 +224,23 @@ def fit(found: Pairs) -> tuple[Adapter, Float32]:
     return fit_with_estimates(found.searched, found.second, found.persons, seed=_SEED)
 
 
-def fill_by_adapter(store: Store, collection: str, adapter: Adapter, *, quiet: bool = False) -> Filled:
-    """Give every face without a second vector an estimate, which gives way to a vector of its own."""
-    migration, done = require_migration(store, collection), Filled()
+def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Filled:
+    """Give every face without a second vector an estimate, by an adapter learned from the faces that have both.
+
+    An estimate gives way to a vector of the face's own.
+
+    Raises:
+        ConflictError: the spaces were exchanged meanwhile; what was stored until then is right.
+        DataError: too few faces have both.
+    """
+    (info, migration), done = require_spaces(store, collection), Filled()
+    adapter, _ = fit(pairs(store, collection, info.contract_id))
     progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
     while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
         rows: dict[int, Mapping[int, Float32]] = {}
         for person, faces in page:
             with suppress(NotFoundError):  # deleted meanwhile
-                found = store.face_vectors(collection, person.id)
+                found = store.face_vectors(collection, person.id, info.contract_id)
                 own = {face: found[face].searched for face in faces if face in found}
                 rows[person.id] = dict(zip(own, adapter(np.stack([*own.values()])), strict=True)) if own else {}
         count = store.put_second_vectors(collection, rows, migration.contract_id, estimated=True)

@@ -4,11 +4,12 @@ plsc.gallery.second_space says what each does to the store, plsc.gallery.migrati
 """
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery.migration import MAX_LOSS
-from plsc.gallery.migration.filling import fit, pairs, require_migration
+from plsc.gallery.migration.filling import fit, pairs, require_migration, require_spaces
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
 
@@ -46,7 +47,7 @@ class Status:
 
 def status(store: Store, collection: str) -> Status:
     """Return how far the move of a collection is."""
-    migration, info = require_migration(store, collection), store.collection(collection)
+    info, migration = require_spaces(store, collection)
     lacking, estimated = store.count_second(collection)
     return Status(
         collection=collection,
@@ -65,8 +66,7 @@ def status(store: Store, collection: str) -> Status:
 
 def set_paused(store: Store, collection: str, paused: bool) -> None:
     """Let the service fill the second space no further, or go on."""
-    details = {**require_migration(store, collection).details, "paused": paused}
-    store.set_migration_details(collection, details)
+    store.set_migration_details(collection, {"paused": paused})
 
 
 def judge_move(store: Store, collection: str, threshold: float | None) -> Judgement:
@@ -82,19 +82,18 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
         ConflictError: the collection is cut over.
         DataError: fewer than ten people have two faces with both vectors.
     """
-    migration, info = require_migration(store, collection), store.collection(collection)
+    info, migration = require_spaces(store, collection)
     if migration.is_cut_over:
         raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
     if threshold is None:
         threshold = migration.details.get("thresholds", {}).get(info.contract_id)
-    found = pairs(store, collection)
+    found = pairs(store, collection, info.contract_id)
     estimated = fit(found)[1] if store.count_second(collection)[1] else None
     judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
     thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
     if threshold is None:  # who judges nobody by one today does not tomorrow
         thresholds = {}
-    known = {**require_migration(store, collection).details, "thresholds": thresholds}
-    store.set_migration_details(collection, {**known, "judgement": judgement.to_dict()})
+    store.set_migration_details(collection, {"thresholds": thresholds, "judgement": judgement.to_dict()})
     return judgement
 
 
@@ -136,8 +135,15 @@ def roll_back(store: Store, collection: str) -> Status:
     return status(store, collection)
 
 
-def finish(store: Store, collection: str) -> dict[str, float]:
-    """Delete the former model's vectors; returns the thresholds that the move found, by contract id.
+class Finished(NamedTuple):
+    """The ``thresholds`` that a move found, by contract id, and how many ``snapshots`` may hold the former vectors."""
+
+    thresholds: dict[str, float]
+    snapshots: int
+
+
+def finish(store: Store, collection: str, snapshots: Path | None) -> Finished:
+    """Delete the former model's vectors; those in the folder ``snapshots`` stay in each that was taken before.
 
     Raises:
         ConflictError: the collection is not cut over.
@@ -148,7 +154,8 @@ def finish(store: Store, collection: str) -> dict[str, float]:
             f"{collection} is not cut over: searches read the former model's vectors; cut over, or cancel"
         )
     store.end_migration(collection, migration.contract_id)
-    return dict(migration.details.get("thresholds", {}))
+    kept = [] if snapshots is None else [*snapshots.glob("[!.]*")]
+    return Finished(dict(migration.details.get("thresholds", {})), len(kept))
 
 
 def cancel(store: Store, collection: str) -> None:

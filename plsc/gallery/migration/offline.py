@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.embedding.embedder import Embedder, contract_of
-from plsc.errors import ConflictError, UsageError
+from plsc.errors import ConflictError, StorageError, UsageError
 from plsc.gallery.migration import filling, moving
 from plsc.gallery.migration.filling import Filled
 from plsc.gallery.sqlite import SNAPSHOTS
@@ -33,9 +33,11 @@ def fill(
     """
     contract_id, found = contract_of(embedder, flip), store.migration(collection)
     if found is None:
-        faces = store.collection(collection).faces
-        needed = filling.check_room(store, faces, embedder.embedding_dim)
-        show(f"{collection}: vectors of {counted(faces, 'face')} will take up to {needed:,} bytes of disk")
+        room = filling.room_of(store, collection, embedder.embedding_dim)
+        if room.shortage is not None:
+            raise StorageError(f"{store.folder}: {room.shortage}")
+        faces, free = counted(room.faces, "face"), "" if room.free is None else f"; {room.free:,} are free"
+        show(f"{collection}: vectors of {faces} will take up to {room.needed:,} bytes of disk{free}")
         store.begin_migration(collection, embedder.embedding_dim, contract_id)
     elif found.is_cut_over:
         raise ConflictError(f"{collection} is cut over: searches read the new model's vectors; finish, or roll back")
@@ -47,8 +49,7 @@ def fill(
     pictures = ThumbnailStore(store, thumbnails, keep=False)
     done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.contents)
     if adapter and store.count_second(collection)[0]:
-        learned, _ = filling.fit(filling.pairs(store, collection))
-        done.estimated = filling.fill_by_adapter(store, collection, learned).estimated
+        done.estimated = filling.fill_by_adapter(store, collection).estimated
     _tell(done)
     return vars(done)
 
@@ -83,12 +84,11 @@ def cut_over(store: Store, collection: str, threshold: float | None, max_loss: f
 
 def finish(store: Store, collection: str, folder: Path | None) -> dict[str, Any]:
     """Delete the former model's vectors from every file of a store but its snapshots, which are counted."""
-    thresholds = moving.finish(store, collection)
+    done = moving.finish(store, collection, None if folder is None else folder / SNAPSHOTS)
     store.compact(collection)
-    kept = len([*(folder / SNAPSHOTS).glob("[!.]*")]) if folder is not None else 0
-    told = f"; {counted(kept, 'snapshot')} may hold them still: delete those taken before" if kept else ""
-    show(f"{collection}: the former model's vectors are gone from the store's files{told}")
-    return {"thresholds": thresholds, "snapshots": kept}
+    kept = f"; {counted(done.snapshots, 'snapshot')} may hold them still: delete those taken before"
+    show(f"{collection}: the former model's vectors are gone from the store's files{kept if done.snapshots else ''}")
+    return done._asdict()
 
 
 def cancel(store: Store, collection: str) -> dict[str, Any]:

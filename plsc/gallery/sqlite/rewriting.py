@@ -144,10 +144,8 @@ class _Changes:
         columns = ", ".join(key)
         self._db.execute(f"CREATE TEMP TABLE changed_{table} ({columns}, PRIMARY KEY ({columns})) WITHOUT ROWID")
         for event, rows in (("INSERT", ["NEW"]), ("UPDATE", ["OLD", "NEW"]), ("DELETE", ["OLD"])):
-            noting = "".join(
-                f"INSERT OR IGNORE INTO changed_{table} VALUES ({', '.join(f'{row}.{column}' for column in key)}); "
-                for row in rows
-            )
+            # Not by OR IGNORE: a statement's own ON CONFLICT, as of an upsert, would take its place in the trigger.
+            noting = "".join(_noting(f"changed_{table}", key, row) for row in rows)
             self._db.execute(
                 f"CREATE TEMP TRIGGER {event.lower()}_{table} AFTER {event} ON main.{table} BEGIN {noting}END"
             )
@@ -189,3 +187,10 @@ class _Changes:
                 self._db.execute(f"DROP TABLE temp.changed_{table}")
                 for event in ("insert", "update", "delete"):
                     self._db.execute(f"DROP TRIGGER temp.{event}_{table}")
+
+
+def _noting(table: str, key: list[str], row: str) -> str:
+    """The statement by which a trigger puts the key of ``row`` into ``table``, unless it is there."""
+    values = ", ".join(f"{row}.{column}" for column in key)
+    same = " AND ".join(f"{column} = {row}.{column}" for column in key)
+    return f"INSERT INTO {table} SELECT {values} WHERE NOT EXISTS (SELECT 1 FROM {table} WHERE {same}); "

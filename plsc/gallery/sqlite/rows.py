@@ -53,6 +53,11 @@ class SqliteRows(Rows):
             raise no_collection(self.info.name)
         return found
 
+    @property
+    def current(self) -> Collection:
+        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
+        return self.stored.info
+
     @cached_property
     def second(self) -> StoredMigration | None:
         """The second space of the collection's faces; None: it has none."""
@@ -60,7 +65,7 @@ class SqliteRows(Rows):
 
     @property
     def migration(self) -> Migration | None:
-        """See :class:`plsc.gallery.rows.Rows`, as for all that follows."""
+        """The migration of the collection; None: it has no second space."""
         return None if self.second is None else self.second.info
 
     # --- reads ---

@@ -1,6 +1,6 @@
 // Moving the chosen collection to the service's next model: how far it is, who is missing, what it costs, and its steps.
 
-import { byId, confirmAction, day, element, isolated, runWithErrors, showWarnings } from "./dom.js";
+import { byId, confirmAction, day, element, isolated, pluralize, runWithErrors, showWarnings } from "./dom.js";
 import { displayName, openPerson } from "./person.js";
 import { formatRate, rocFigure } from "./roc.js";
 import { call } from "./service.js";
@@ -32,7 +32,7 @@ const STEPS = {
   begin: {
     label: "Begin the move", offered: () => migration === null && mayBegin(), now: () => true,
     told: () => `Enrolments get vectors of both models from then on, and pictures that were kept are embedded again. Searches answer as before.`,
-    body: (collection) => ({ collection }), done: () => "The move has begun.",
+    body: (collection) => ({ collection }), done: (answer) => `The move has begun. It takes up to ${(answer.needed_bytes / 2 ** 20).toFixed(1)} MiB of disk.`,
   },
   pause: {
     label: "Pause", offered: () => isBefore() && !migration.is_paused, now: () => migration.lacking > 0,
@@ -171,9 +171,10 @@ function cutOverText(collection) {
   return `Searches in ${collection} will read the new model's vectors${threshold}. ${cost} It is refused beyond a loss of ${loss.value}. Until the move is finished, you can roll back.`;
 }
 
-function finishedText({ collection, contract_id: id, thresholds }) {
+function finishedText({ collection, contract_id: id, thresholds, snapshots }) {
   const threshold = thresholds[id] === undefined ? "" : ` and --threshold ${Number(thresholds[id].toFixed(4))}`;
-  return `${collection} is moved. Start the service with the new model${threshold} next time.`;
+  const kept = snapshots === 0 ? "" : ` The old model's vectors may be in ${pluralize(snapshots, "snapshot")} still.`;
+  return `${collection} is moved. Start the service with the new model${threshold} next time.${kept}`;
 }
 
 function show() {

@@ -1,12 +1,13 @@
 """/v1/migrations: collections that are being moved to the service's next model."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
-from plsc.errors import ConflictError, UsageError
+from plsc.errors import ConflictError, NotFoundError, UsageError
 from plsc.gallery.migration import MAX_LOSS, filling, moving
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
@@ -22,6 +23,7 @@ from plsc.serve.routing import (
     Served,
     Upload,
     accepts,
+    record_collection,
     record_ids,
     requires,
 )
@@ -66,6 +68,17 @@ class MigrationView(BaseModel):
     judgement: dict[str, Any] | None
 
 
+class BegunView(MigrationView):
+    """A move that has begun.
+
+    ``needed_bytes`` of disk are what the new model's vectors will take at the most, and ``free_bytes`` were free: null
+    where the store is on a server.
+    """
+
+    needed_bytes: int
+    free_bytes: int | None
+
+
 class MigrationsView(BaseModel):
     """All collections that are being moved, by name."""
 
@@ -95,11 +108,15 @@ class AssignedView(BaseModel):
 
 
 class FinishedView(BaseModel):
-    """The thresholds that the move found, by contract id: start the service with the new model and its own."""
+    """The thresholds that the move found, by contract id: start the service with the new model and its own.
+
+    So many ``snapshots`` were taken before, and may hold the former model's vectors: delete those.
+    """
 
     collection: str
     contract_id: str
     thresholds: dict[str, float]
+    snapshots: int
 
 
 @router.get("", responses=error_responses())
@@ -111,8 +128,11 @@ async def list_migrations(service: Served) -> MigrationsView:
 
 
 def _all(service: Service, sees: Any) -> list[MigrationView]:
-    names = [one.name for one in service.store.collections() if sees(one.name)]
-    return [_view(service, name) for name in names if service.store.migration(name) is not None]
+    views = []
+    for name in [one.name for one in service.store.collections() if sees(one.name)]:
+        with suppress(NotFoundError):  # it is not being moved, or not any more
+            views.append(_view(service, name))
+    return views
 
 
 def _view(service: Service, collection: str) -> MigrationView:
@@ -122,28 +142,34 @@ def _view(service: Service, collection: str) -> MigrationView:
 @router.post("", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 501, 507))
 @requires("admin", all_collections=True)
 async def begin_migration(
-    body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served
-) -> MigrationView:
+    body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served, request: Request
+) -> BegunView:
     """Begin to move a collection to the service's next model (plsc serve --next-model).
 
     From now on enrolments are embedded by both models, and pictures that were kept are embedded again. Searches answer
-    as before.
+    as before. Without room on the disk for a second vector of every face the answer is 503, and nothing is begun.
     """
+    record_collection(request, body.collection)
     if service.next_contract_id is None:
         raise UsageError("this service has no next model; start it with --next-model FILE")
     embedder, store = service.embedders[service.next_contract_id], service.store
 
-    def begin() -> None:
+    def begin() -> filling.Room:
         info = store.collection(body.collection)
         if service.models.searching(info.contract_id) and service.models.member(info.contract_id) is None:
             raise ConflictError(
                 f"{info.name} holds vectors of {info.contract_id}, which a compatible model searches here but not "
                 "while they are moved; to move them, serve them with their own model, or use plsc gallery migrate"
             )
-        filling.check_room(store, info.faces, embedder.embedding_dim)
+        room = filling.room_of(store, body.collection, embedder.embedding_dim)
+        if room.shortage is not None:
+            raise ApiError(503, room.shortage)
         store.begin_migration(body.collection, embedder.embedding_dim, str(service.next_contract_id))
+        return room
 
-    return await _changed(service, body.collection, begin)
+    room = await service.change(begin)
+    view = await _told(service, body.collection)
+    return BegunView(**view.model_dump(), needed_bytes=room.needed, free_bytes=room.free)
 
 
 @router.get("/{collection}", responses=error_responses(404))
@@ -193,7 +219,7 @@ async def send_pictures(
         other = None if spaces.migration is None else spaces.migration.contract_id
         if other is None or other not in embedded.others:
             raise ApiError(409, f"{collection} takes no pictures again: it is not being moved, or vectors were sent")
-        both = embedded.vectors, embedded.others[other], other
+        both = embedded.vectors, embedded.others[other], spaces.contracts
         return await service.change(filling.assign_pictures, service.store, collection, found, *both)
 
     faces = await service.with_collection(collection, assign)
@@ -209,12 +235,7 @@ async def estimate(collection: CollectionName, service: Served) -> MigrationView
 
     An estimate gives way to the vector of a picture that is sent later.
     """
-
-    def work() -> None:
-        adapter, _ = filling.fit(filling.pairs(service.store, collection))
-        filling.fill_by_adapter(service.store, collection, adapter, quiet=True)
-
-    return await _changed(service, collection, work)
+    return await _changed(service, collection, lambda: filling.fill_by_adapter(service.store, collection, quiet=True))
 
 
 @router.post("/{collection}/judge", responses=error_responses(404, 409, 422))
@@ -268,11 +289,11 @@ async def roll_back(collection: CollectionName, service: Served) -> MigrationVie
 @requires("admin")
 async def finish(collection: CollectionName, service: Served) -> FinishedView:
     """Delete the former model's vectors: after the next compaction they are in no file but snapshots."""
-    thresholds = await service.change(moving.finish, service.store, collection)
-    service.thresholds |= thresholds
+    done = await service.change(moving.finish, service.store, collection, service.settings.snapshots)
+    service.thresholds |= done.thresholds
     service.forget(collection)
     info = await service.in_store(service.store.collection, collection)
-    return FinishedView(collection=collection, contract_id=info.contract_id, thresholds=thresholds)
+    return FinishedView(collection=collection, contract_id=info.contract_id, **done._asdict())
 
 
 @router.post("/{collection}/cancel", status_code=204, response_model=None, responses=error_responses(404, 409))
@@ -286,6 +307,11 @@ async def cancel(collection: CollectionName, service: Served) -> None:
 async def _changed(service: Service, collection: str, work: Any) -> MigrationView:
     """Do ``work``, which changes a migration, and return how far it is then."""
     await service.change(work)
+    return await _told(service, collection)
+
+
+async def _told(service: Service, collection: str) -> MigrationView:
+    """How far a migration is that has just changed."""
     service.forget(collection)
     if service.migrations is not None:
         service.migrations.wake()
