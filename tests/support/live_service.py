@@ -110,9 +110,10 @@ def live_service(
     embedder: Embedder | None = None,
     next_embedder: Embedder | None = None,
     callers: Mapping[str, Mapping[str, Any]] | None = None,
+    store: str | None = None,
     **changes: Any,
 ) -> Iterator[Live]:
-    """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
+    """Serve a store in ``folder``, or ``store``, on a free port until the block ends; ``changes`` are of the settings.
 
     The model is ``embedder``, or the linear one; collections may be moved to ``next_embedder``. With ``callers``, what
     each token may do by its name, the client has the token of the first one, unless :meth:`Live.ask` names another.
@@ -129,7 +130,7 @@ def live_service(
 
     def load(metrics: Metrics) -> Service:
         model = embedder or linear_embedder(source)
-        return Service(model, open_store(folder / "store"), settings, metrics, detector, next_embedder)
+        return Service(model, open_store(store or folder / "store"), settings, metrics, detector, next_embedder)
 
     def serve() -> None:
         try:
