@@ -1,6 +1,7 @@
 """Tune the C library's allocator: a network's next batch takes the memory again that this one frees."""
 
 import ctypes
+from contextlib import suppress
 
 import torch
 
@@ -27,3 +28,9 @@ def keep_freed_memory() -> bool:
         return False
     wishes = {_ARENA_MAX: 1, _MMAP_THRESHOLD: _LARGEST_KEPT, _TRIM_THRESHOLD: _MOST_KEPT}
     return all(bool(mallopt(what, value)) for what, value in wishes.items())
+
+
+def return_freed_memory() -> None:
+    """Give the memory that this process has freed back to the system, as far as glibc can; without it, do nothing."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

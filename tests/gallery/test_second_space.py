@@ -19,7 +19,7 @@ from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, content_of,
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError, UsageError
 from plsc.gallery.filters import Filter
-from plsc.gallery.migration.filling import fill_from_pictures
+from plsc.gallery.migration.filling import fill_from_pictures, pairs
 from plsc.gallery.sqlite import compaction, rewriting
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
@@ -202,6 +202,28 @@ def test_what_does_not_fit_changes_nothing(moving: Kit) -> None:
     known.agree()
     assert store.count_second(GALLERY) == (3, 0)
     assert store.add_faces(GALLERY, person.id, faces(1, 5, 13), "model-3", others={MODEL: faces(1, 6)})
+
+
+def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None:
+    store, known = begun(moving, 9)
+    known.fill()
+    everything = {
+        (one.id, vectors.searched.tobytes(), vectors.second.vector.tobytes())
+        for one in everyone(store, GALLERY)
+        for vectors in store.face_vectors(GALLERY, one.id).values()
+        if vectors.second is not None
+    }
+    for most in (None, 13, 10, 3):
+        found = pairs(store, GALLERY, MODEL, most)
+        several = [len(store.person(GALLERY, int(one)).faces) > 1 for one in found.persons]
+        assert several == sorted(several, reverse=True)
+        assert several.count(True) == min(8, most or 8)
+        told = {
+            (int(person), searched.tobytes(), second.tobytes())
+            for person, searched, second in zip(found.persons, found.searched, found.second, strict=True)
+        }
+        assert len(told) == len(found.persons) == min(13, most or 13)
+        assert told <= everything
 
 
 def test_searches_see_one_space_or_the_other(moving: Kit) -> None:

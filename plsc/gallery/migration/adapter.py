@@ -15,7 +15,7 @@ import numpy as np
 
 from plsc.embedding.columns import Float32, Float64, Int64, Mask
 from plsc.errors import DataError, UsageError, first_line
-from plsc.evaluation.pairs import check_finite, unit_rows, unit_rows_float32
+from plsc.evaluation.pairs import check_finite, unit_rows_float32
 from plsc.evaluation.roc import merge_rocs, places_in_identities, roc_from_scores, tar_at_far
 from plsc.gallery.migration.linear_map import STRENGTHS, RidgePath
 from plsc.gallery.migration.residual_mlp import Training
@@ -225,16 +225,13 @@ def _checked(old: Float32, new: Float32, persons: Int64, seed: int) -> _Faces:
 
 
 def _affine(faces: _Faces, seen: Mask, strength: float) -> tuple[Float32, Float32]:
-    weight, bias = RidgePath(unit_rows(faces.old[seen]), unit_rows(faces.new[seen])).at(strength)
+    weight, bias = RidgePath(faces.old[seen], faces.new[seen]).at(strength)
     return weight.astype(np.float32), bias.astype(np.float32)
 
 
 def _best_strength(faces: _Faces) -> tuple[float, _Candidate]:
     """The strength of the prior that separates held-out persons best, and what it estimates."""
-    paths = [
-        RidgePath(unit_rows(faces.old[faces.folds != fold]), unit_rows(faces.new[faces.folds != fold]))
-        for fold in range(FOLDS)
-    ]
+    paths = [RidgePath(faces.old[faces.folds != fold], faces.new[faces.folds != fold]) for fold in range(FOLDS)]
 
     def estimate(strength: float) -> Callable[[int, Float32], Float32]:
         def of_fold(fold: int, rows: Float32) -> Float32:
@@ -243,13 +240,13 @@ def _best_strength(faces: _Faces) -> tuple[float, _Candidate]:
 
         return of_fold
 
-    found = [(strength, _held_out(faces, estimate(strength))) for strength in STRENGTHS]
+    found = ((strength, _held_out(faces, estimate(strength))) for strength in STRENGTHS)  # two are held at once
     return max(found, key=lambda pair: float(pair[1].separations.mean()))
 
 
 def _training(faces: _Faces, seen: Mask, strength: float, seed: int) -> Training:
     base = _affine(faces, seen, strength)
-    return Training(base, faces.old[seen], faces.new[seen], faces.persons[seen], seed)
+    return Training(base, faces.old, faces.new, faces.persons, np.flatnonzero(seen), seed)
 
 
 def _best_epochs(faces: _Faces, strength: float, seed: int) -> tuple[int, _Candidate]:

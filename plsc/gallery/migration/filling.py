@@ -22,11 +22,13 @@ from plsc.gallery.transfer import all_persons
 from plsc.gallery.values import Collection, Float32, Migration, Person
 from plsc.index.rows import Int64
 from plsc.models.preprocessing import resize_image
+from plsc.native.allocator import return_freed_memory
 from plsc.progress import Progress
 
 Embed = Callable[[Sequence[torch.Tensor]], Float32]  # uint8 (3, H, W) each -> (n, dim)
 Pictures = Callable[[str, Person], Mapping[int, bytes]]  # of a collection's person: image files by face
-MOST_PAIRS = 50_000  # faces that an adapter is learned from: more change it little, and take memory
+_MOST_PAIRS, _FEWEST = 50_000, 5_000  # faces that an adapter is learned from: more change it little
+_SHARE = 40  # of a gallery: to learn from a face of 512 numbers takes 30 KB, to hold one 1 or 2
 _PERSONS_AT_ONCE = 32
 _BATCH = 8  # pictures embedded at once, which others may wait for
 _SAME = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
@@ -186,27 +188,41 @@ def assign_pictures(
     return sorted(assigned)
 
 
-def pairs(store: Store, collection: str, contract_id: str, most: int = MOST_PAIRS) -> Pairs:
-    """Collect up to ``most`` faces with a vector of their own in both spaces, those of people with several first.
+def pairs(store: Store, collection: str, contract_id: str, most: int | None = None) -> Pairs:
+    """Collect faces with a vector of their own in both spaces, those of people with several first.
+
+    Args:
+        store: holds the collection, which has a second space.
+        collection: its name.
+        contract_id: of the searched space.
+        most: how many at most; None: a fortieth of the gallery, but 5,000 at the least and 50,000 at the most.
 
     Raises:
         ConflictError: the searched space is not that of ``contract_id``, as after a cut-over meanwhile.
     """
     info, migration = require_spaces(store, collection)
-    single: list[tuple[Float32, Float32, int]] = []
-    several: list[tuple[Float32, Float32, int]] = []
-    for person, searched, second in _both(store, collection, contract_id):
-        (several if len(searched) > 1 else single).extend(
-            (one, other, person) for one, other in zip(searched, second, strict=True)
-        )
-        if len(several) >= most:
+    room = min(info.faces, most or max(_FEWEST, min(_MOST_PAIRS, info.faces // _SHARE)))
+    searched, second = (np.empty((room, dim), dtype=np.float32) for dim in (info.dim, migration.dim))
+    persons = np.empty(room, dtype=np.int64)
+    several, single = 0, room  # people's faces from the front, single ones from the back: these give way
+    for person, own, other in _both(store, collection, contract_id):
+        if len(own) > 1:
+            start, count = several, min(len(own), room - several)
+            several += count
+            single = max(single, several)
+        elif single > several:
+            single -= 1
+            start, count = single, 1
+        else:
+            continue
+        searched[start : start + count], second[start : start + count] = own[:count], other[:count]
+        persons[start : start + count] = person
+        if several == room:
             break
-    rows = (several + single)[:most]
-    return Pairs(
-        np.array([row[0] for row in rows], dtype=np.float32).reshape(-1, info.dim),
-        np.array([row[1] for row in rows], dtype=np.float32).reshape(-1, migration.dim),
-        np.array([row[2] for row in rows], dtype=np.int64),
-    )
+    count = several + room - single
+    for column in (searched, second, persons):
+        column[several:count] = column[single:]
+    return Pairs(searched[:count], second[:count], persons[:count])
 
 
 def _both(store: Store, collection: str, contract_id: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
@@ -221,7 +237,9 @@ def _both(store: Store, collection: str, contract_id: str) -> Iterator[tuple[int
 
 def fit(found: Pairs) -> tuple[Adapter, Float32]:
     """Learn an adapter, and estimate each face by one that did not see its person."""
-    return fit_with_estimates(found.searched, found.second, found.persons, seed=_SEED)
+    learned = fit_with_estimates(found.searched, found.second, found.persons, seed=_SEED)
+    return_freed_memory()
+    return learned
 
 
 def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Filled:
@@ -236,7 +254,9 @@ def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Fi
     (info, migration), done = require_spaces(store, collection), Filled()
     adapter, _ = fit(pairs(store, collection, info.contract_id))
     progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
-    while page := store.lacking(collection, limit=_PERSONS_AT_ONCE):
+    after = 0
+    while page := store.lacking(collection, after=after, limit=_PERSONS_AT_ONCE):
+        after = page[-1][0].id
         rows: dict[int, Mapping[int, Float32]] = {}
         for person, faces in page:
             with suppress(NotFoundError):  # deleted meanwhile

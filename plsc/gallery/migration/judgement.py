@@ -199,7 +199,8 @@ def judge(
             f"a move is judged by {MINIMUM_PERSONS} persons at the least who have two faces with embeddings of both "
             f"models, and there are {np.sum(faces > 1)}; enrol second pictures"
         )
-    units = {name: tuple(unit_rows_float32(each[rows]) for each in pair) for name, pair in by_name.items()}
+    unit = {id(each): unit_rows_float32(each[rows]) for pair in by_name.values() for each in pair}  # each of them once
+    units = {name: (unit[id(probes)], unit[id(gallery)]) for name, (probes, gallery) in by_name.items()}
     rocs = {name: all_pairs_roc(probes, numbers, gallery) for name, (probes, gallery) in units.items()}
     allowed = allowed_impostors(rocs["old"], fmr) if threshold is None else _matched(rocs["old"], threshold)
     random = np.random.default_rng(seed)

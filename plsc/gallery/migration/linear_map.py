@@ -12,17 +12,24 @@ from numpy.typing import NDArray
 from plsc.embedding.columns import Float64
 
 STRENGTHS = tuple(float(10.0**power) for power in np.arange(-2.0, 3.5, 0.5))
+_BLOCK = 512  # rows
 _SUPPORTED = 1e-7  # of the largest singular value: below it is what float32 rounds
 
 
 class RidgePath:
-    """The maps for all strengths, of rows ``old`` (n, d) and ``new`` (n, e) float64: one decomposition serves them."""
+    """The maps for all strengths, of rows ``old`` (n, d) and ``new`` (n, e): one decomposition serves them.
 
-    def __init__(self, old: Float64, new: Float64) -> None:
-        self._old_mean, self._new_mean = old.mean(axis=0), new.mean(axis=0)
-        centred = old - self._old_mean
-        self._product = centred.T @ (new - self._new_mean)
-        self._values, self._vectors = np.linalg.eigh(centred.T @ centred)
+    It is computed in float64, of blocks of rows, so that no float64 copy of all is made.
+    """
+
+    def __init__(self, old: NDArray[np.floating], new: NDArray[np.floating]) -> None:
+        self._old_mean, self._new_mean = (rows.mean(axis=0, dtype=np.float64) for rows in (old, new))
+        gram, self._product = (np.zeros((old.shape[1], rows.shape[1])) for rows in (old, new))
+        for start in range(0, len(old), _BLOCK):
+            centred = old[start : start + _BLOCK] - self._old_mean
+            gram += centred.T @ centred
+            self._product += centred.T @ (new[start : start + _BLOCK] - self._new_mean)
+        self._values, self._vectors = np.linalg.eigh(gram)
         self._values = np.maximum(self._values, 0.0)
         self._prior = procrustes(self._product)
 

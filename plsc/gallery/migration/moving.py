@@ -12,6 +12,7 @@ from plsc.gallery.migration import MAX_LOSS
 from plsc.gallery.migration.filling import fit, pairs, require_migration, require_spaces
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
+from plsc.native.allocator import return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
     found = pairs(store, collection, info.contract_id)
     estimated = fit(found)[1] if store.count_second(collection)[1] else None
     judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
+    del found, estimated
+    return_freed_memory()
     thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
     if threshold is None:  # who judges nobody by one today does not tomorrow
         thresholds = {}

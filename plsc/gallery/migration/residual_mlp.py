@@ -40,13 +40,16 @@ class Training:
 
     Args:
         base: weight (d, e) and bias (e,) of the affine map, which stays.
-        old, new: unit rows (n, d) and (n, e) float32.
+        old, new: unit rows (n, d) and (n, e) float32, which trainings may share.
         persons: (n,).
+        rows: the indices of those that are learned from.
         seed: of the first weights and the order of rows.
     """
 
-    def __init__(self, base: Sequence[Float32], old: Float32, new: Float32, persons: Int64, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
+    def __init__(
+        self, base: Sequence[Float32], old: Float32, new: Float32, persons: Int64, rows: Int64, seed: int
+    ) -> None:
+        self._random, self._rows = torch.Generator().manual_seed(seed), torch.from_numpy(rows)
         self._old, self._new, self._persons = map(torch.from_numpy, (old, new, persons))
         weight, bias = map(torch.from_numpy, base)
         inner = torch.randn(weight.shape[0], HIDDEN, generator=self._random) * (2 / weight.shape[0]) ** 0.5
@@ -77,7 +80,7 @@ class Training:
 
     def _batches(self) -> Iterator[torch.Tensor]:
         """Rows in a random order, in batches of nearly the same size."""
-        order = torch.randperm(len(self._old), generator=self._random)
+        order = self._rows[torch.randperm(len(self._rows), generator=self._random)]
         yield from order.chunk(-(-len(order) // _BATCH))
 
 
