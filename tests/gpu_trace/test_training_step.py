@@ -57,7 +57,8 @@ def test_the_plan_knows_the_peak_of_device_memory(traced: Traced, name: str):
     peak = max(counts["peak"] for counts in traced[name].values())
     with short_vit():
         run = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=GPUS_PER_NODE)
-        assert estimate(run, hardware).memory.computed == pytest.approx(peak, rel=0.03)
+        computed = estimate(run, hardware).memory.computed
+    assert 0.97 * peak <= computed <= 1.05 * peak  # see test_plan_traced.py
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if SCENARIOS[name].config.parallel.pp > 1])

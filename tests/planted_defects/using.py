@@ -502,8 +502,8 @@ USING = (
     Defect(
         "a query of the former model searches the new one's vectors",
         "plsc/gallery/sqlite/store.py",
-        "query.units(state.info)",
-        "query._replace(contract_id=None).units(state.info)",
+        "query.units(state)",
+        "query._replace(contract_id=None).units(state)",
         ("tests/gallery/test_second_space.py",),
     ),
 )
