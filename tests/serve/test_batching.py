@@ -331,7 +331,7 @@ def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tm
     with live_service(tmp_path) as live:
         live.collection("crowd")
         service, asked = live.service, []
-        original = service.store.collection
+        original = service.store.spaces
 
         def counted(name: str) -> Any:
             asked.append(name)
@@ -340,7 +340,7 @@ def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tm
                 raise UsageError("not now")
             return original(name)
 
-        service.store.collection = counted
+        service.store.spaces = counted
         service.forget("crowd")
 
         async def together() -> list[Any]:

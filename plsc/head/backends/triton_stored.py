@@ -117,7 +117,7 @@ class _Scratch:
         self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
         if self.options is None:
             self._scores = torch.empty(count, size, device=device, dtype=torch.float32)
-        else:  # made once: the host has to be ahead of kernels that take half a millisecond
+        elif count:  # made once: the host has to be ahead of kernels; of an empty shard there is nothing to describe
             self._described = [
                 _described(features, self.options, "BLOCK_B", "BLOCK_D"),
                 _described(self._weights, self.options, "BLOCK_N", "BLOCK_B"),
