@@ -129,9 +129,9 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(sets, 
     script = (
         "import sys, time, plsc.index.on_disk as m; from pathlib import Path\n"
         "m.FIXED_BYTES, m.LEAST_BYTES, m._TRAINED_AT_ONCE = 0, 1, 64\n"
-        "add = m._add\n"
-        "def slow(*more): add(*more); print('added', flush=True); time.sleep(60 if more[2] else 0)\n"
-        "m._add = slow\n"
+        "add = m.ann.add_rows\n"
+        "def slow(*more): add(*more); print('added', flush=True); time.sleep(60 if more[2].start else 0)\n"
+        "m.ann.add_rows = slow\n"
         "from plsc.index.build import build\n"
         "from plsc.index.tuning import BuildOptions\n"
         "options = BuildOptions(kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True)\n"
