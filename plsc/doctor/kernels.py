@@ -189,7 +189,7 @@ def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tup
     backend = select_backend(shape, backend_name)
     yield "passes", partial(check_passes, backend, shard)
     if isinstance(backend, TritonBackend) and backend.takes_passes and shape.row_kind.can_be_stored:
-        yield "passes, logits stored", partial(check_passes, backend.in_shape(stored=True), shard)
+        yield "passes, weights stored", partial(check_passes, backend.in_shape(stored=True), shard)
     for name, kind in _updates():
         if every_update or name == _USUAL[shard.dtype]:
             yield name, partial(check_update, backend, shard, kind)

@@ -99,7 +99,7 @@ def _first_fused(step: _Step) -> int:
 
 
 def _first_stored(step: _Step) -> int:
-    """Pass 1 with stored logits: those, and the rows that both products and the norms' two factors read."""
+    """Pass 1 with stored weights: those, and the rows that both products and the norms' two factors read."""
     logit = _stored_logit(step) + 2 * _NUMBER / summed_classes(row_kernel_options(step.run))
     return int(step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + _FLOAT))
 

@@ -14,7 +14,7 @@ from plsc.plan.memory import clips_head, pass_shape, row_bytes, stored_widths
 from plsc.plan.plan_config import PlanConfig
 
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
-_STORED_SHARE = LARGE_SHARE / PRODUCT_SHARE  # of the speed of large products, as the choice of stored logits takes it
+_STORED_SHARE = LARGE_SHARE / PRODUCT_SHARE  # of the speed of large products, as the choice of stored weights takes it
 SUM_BYTES = 8  # a float64: of each sample two in one all-reduce; the other one is the vote on the step
 
 

@@ -113,13 +113,13 @@ def test_every_backend_gives_the_same_update_but_for_sums():
         (
             {"fp32_precision": "tf32", "dim": 40},
             None,
-            "triton backend: on cuda; float32 products: tf32; logits stored (D is no multiple of 32)",
+            "triton backend: on cuda; float32 products: tf32; weights stored (D is no multiple of 32)",
         ),
         (
             {},
             None,
             "triton backend: on cuda; float32 products: ieee; "
-            "logits stored (matrix units do not multiply float32 exactly)",
+            "weights stored (matrix units do not multiply float32 exactly)",
         ),
         ({"fp32_precision": "tf32", "dtype": torch.bfloat16}, None, "triton backend: on cuda"),
         ({"fp32_precision": "bf16x3", "dtype": torch.float64}, "torch", "torch backend: requested"),

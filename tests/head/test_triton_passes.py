@@ -240,7 +240,7 @@ def test_other_cases_are_left_to_pytorch(interpreter):
     assert curricular == passes + "CurricularFace changes the negatives"
     on_gpu = HeadShape(torch.device("cuda"), torch.float32, 512, 1, plsc.ArcFace(), "tf32")
     assert "TF32" in why_not_fused(on_gpu)
-    assert why_no_triton_passes(on_gpu) is None  # with stored logits
+    assert why_no_triton_passes(on_gpu) is None  # with stored weights
     assert why_not_fused(replace(on_gpu, fp32_precision="bf16x3")) is None
     split = why_no_triton_passes(replace(on_gpu, dim=40, fp32_precision="bf16x3"))
     assert split == "D is no multiple of 32"  # PyTorch has no products in bf16x3 to store them

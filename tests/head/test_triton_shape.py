@@ -1,4 +1,4 @@
-"""The shape of Triton's passes, fused or with stored logits: computed, requested, measured, the same on all ranks."""
+"""The shape of Triton's passes, fused or with stored weights: computed, requested, measured, the same on all ranks."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def test_an_h100_stores_the_weights_of_large_batches_and_an_a100_none():
     """At D = 512 and bf16 a fused pass takes 6.6 ps for a logit of an H100, a stored one 3.8, and 0.3 ns for a row."""
     assert computed(*H100, BF16) == 128
     assert computed(*H100, replace(BF16, dim=256)) == 1024  # whose fused passes read less
-    assert computed(*A100, BF16) == NEVER  # which has less of what stored logits take: bandwidth by FLOP
+    assert computed(*A100, BF16) == NEVER  # which has less of what stored weights take: bandwidth by FLOP
 
 
 def described(variable: str | None, dtype: torch.dtype, dim: int) -> str:
@@ -44,7 +44,7 @@ def described(variable: str | None, dtype: torch.dtype, dim: int) -> str:
 
 def test_a_variable_chooses_the_shape(interpreter):
     assert interpreter(described, None, torch.bfloat16, 64) == "triton backend: on cpu"
-    stored = "triton backend: on cpu; logits stored ({})"
+    stored = "triton backend: on cpu; weights stored ({})"
     assert interpreter(described, "stored", torch.bfloat16, 64) == stored.format("PLSC_HEAD_SHAPE")
     assert interpreter(described, "stored", torch.float32, 40) == stored.format("D is no multiple of 32")
     assert interpreter(described, "fused", torch.float32, 40).endswith("passes by torch: D is no multiple of 32")
@@ -85,7 +85,7 @@ def test_several_labels_to_a_sample_are_left_to_pytorch():
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """A GPU on which stored logits are faster from 512 samples on; the times that were asked for."""
+    """A GPU on which stored weights are faster from 512 samples on; the times that were asked for."""
     asked = []
 
     def milliseconds(run):
@@ -116,7 +116,7 @@ def test_a_measurement_is_made_once_and_kept(gpu, tmp_path):
 
 
 def steps_that_are_timed(dtype: torch.dtype) -> tuple[int, int]:
-    """The threshold where stored logits are slower, and how many steps were taken."""
+    """The threshold where stored weights are slower, and how many steps were taken."""
     kind, taken, both = RowKind(dtype, 32, 2, "ieee"), [], TritonBackend("tested", dim=32, with_passes=True)
     with (
         patch.multiple(triton_shape, _MEASURED_CLASSES=64, _MEASURED_BATCHES=(32,)),
@@ -177,7 +177,7 @@ def test_a_head_that_cannot_be_timed_takes_what_is_computed(monkeypatch, caplog)
     with caplog.at_level(logging.WARNING, "plsc"):
         agree_on_shape(mine, ON_GPU, Mesh(0, 1, 0, torch.device("cpu")))
     assert mine.stored_from == Threshold(768, COMPUTED)
-    assert "could not be timed (OutOfMemoryError: no memory): logits stored from 768 samples on" in caplog.messages[0]
+    assert "could not be timed (OutOfMemoryError: no memory): weights stored from 768 samples on" in caplog.messages[0]
 
 
 def test_passes_with_stored_logits_that_disagree_with_float64_are_not_used(monkeypatch, caplog):
@@ -191,4 +191,4 @@ def test_passes_with_stored_logits_that_disagree_with_float64_are_not_used(monke
     with caplog.at_level(logging.WARNING, "plsc"):
         assert choose_backend(replace(ON_GPU, device=torch.device("cpu"))).stored_from is None
     (line,) = caplog.messages
-    assert line.endswith("passes with stored logits disagree with float64 here: sums 1 (bound 0.1)")
+    assert line.endswith("passes with stored weights disagree with float64 here: sums 1 (bound 0.1)")

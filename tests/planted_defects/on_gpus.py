@@ -69,7 +69,7 @@ ON_GPUS = (
         ("tests/head/test_exactness.py", "tests/head/test_groups.py"),
     ),
     Defect(
-        "stored logits: the first pass counts targets",
+        "stored weights: the first pass counts targets",
         _STORED,
         "counted = inside[:, None] & (number[:, None] != target[None, :])",
         "counted = inside[:, None] & (number[:, None] >= 0)",
@@ -90,21 +90,21 @@ ON_GPUS = (
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(
-        "stored logits: every centre of a class learns",
+        "stored weights: every centre of a class learns",
         _STORED,
         "weight = tl.where(wins, weight, 0.0)",
         "weight = tl.where(open_, weight, 0.0)",
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(
-        "stored logits: every chunk is masked by the first one's samples",
+        "stored weights: every chunk is masked by the first one's samples",
         _STORED,
         "at = member + (start + number)[:, None] * batch",
         "at = member + number[:, None] * batch",
         ("tests/head/test_triton_passes.py",),
     ),
     Defect(
-        "stored logits: a chunk's sums replace those of the chunk before",
+        "stored weights: a chunk's sums replace those of the chunk before",
         _STORED,
         'tl.atomic_add(total + part * batch + b, sums.to(tl.float64), mask=held, sem="relaxed")',
         "tl.store(total + part * batch + b, sums.to(tl.float64), mask=held)",
@@ -118,7 +118,7 @@ ON_GPUS = (
         ("tests/head/test_triton_shape.py",),
     ),
     Defect(
-        "passes with stored logits are used though they disagree with float64",
+        "passes with stored weights are used though they disagree with float64",
         "plsc/head/backends/__init__.py",
         "        backend.stored_from = None\n",
         "",

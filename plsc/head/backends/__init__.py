@@ -97,12 +97,12 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> TorchBacke
 
 
 def _check_stored(backend: TorchBackend, shard: Shard) -> None:
-    """Let passes whose kernels disagree with float64 where logits are stored store none."""
+    """Let passes whose kernels disagree with float64 where weights are stored store none."""
     if not isinstance(backend, TritonBackend) or backend.stored_from is None:
         return
     problem = why_no_passes(backend.in_shape(stored=True), shard)
     if problem is not None:
-        warn("plsc", f"KERNELS SWITCHED OFF: passes with stored logits disagree with float64 here: {problem}")
+        warn("plsc", f"KERNELS SWITCHED OFF: passes with stored weights disagree with float64 here: {problem}")
         backend.stored_from = None
 
 

@@ -79,7 +79,7 @@ class TritonBackend(TorchBackend):
         """Return a backend that stores logits of every batch, or of none; its name says so."""
         backend = copy(self)
         backend.stored_from = Threshold(0 if stored else NEVER, "asked for")
-        backend.name = f"{self.name}, logits stored" if stored else self.name
+        backend.name = f"{self.name}, weights stored" if stored else self.name
         return backend
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
@@ -110,6 +110,6 @@ class TritonBackend(TorchBackend):
         return is_fused and batch.position.shape[1] <= triton_passes.MOST_LABELS
 
     def _stores(self, batch: Batch) -> bool:
-        """Whether logits are stored, whose kernels take one label a sample."""
+        """Whether weights are stored, whose kernels take one label a sample."""
         is_large = self.stored_from is not None and len(batch.features) >= self.stored_from.samples
         return is_large and batch.position.dim() == 1

@@ -1,4 +1,4 @@
-"""Which shape the passes have on a GPU: fused, or with their logits stored; by the number of samples.
+"""Which shape the passes have on a GPU: fused, or with their weights stored; by the number of samples.
 
 Fused passes keep few samples or classes in a program: their rate of products is bounded by what a program reads again
 and again from the second-level cache. Stored ones multiply at the rate of large products, and pay for it in device
@@ -84,25 +84,25 @@ class RowKind:
 
     @property
     def can_be_stored(self) -> bool:
-        """Whether passes with stored logits take such rows: PyTorch has no products in bf16x3."""
+        """Whether passes with stored weights take such rows: PyTorch has no products in bf16x3."""
         return self.centers <= MOST_CENTERS and not (self.dtype == torch.float32 and self.precision == "bf16x3")
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """From how many ``samples`` on logits are stored; ``source`` says where the number is from."""
+    """From how many ``samples`` on weights are stored; ``source`` says where the number is from."""
 
     samples: int
     source: str
 
     def __str__(self) -> str:
         if self.samples in (0, NEVER):
-            return f"logits {'stored' if self.samples == 0 else 'never stored'} ({self.source})"
-        return f"logits stored from {self.samples:,} samples on ({self.source})"
+            return f"weights {'stored' if self.samples == 0 else 'never stored'} ({self.source})"
+        return f"weights stored from {self.samples:,} samples on ({self.source})"
 
 
 def threshold(device: torch.device, kind: RowKind, not_fused: str | None) -> Threshold | None:
-    """The threshold as it is requested, or computed; None where no logits are stored, as by default on a CPU.
+    """The threshold as it is requested, or computed; None where no weights are stored, as by default on a CPU.
 
     Args:
         device: that computes.
@@ -125,7 +125,7 @@ def threshold(device: torch.device, kind: RowKind, not_fused: str | None) -> Thr
 
 
 def computed(capability: tuple[int, int], shared: int, kind: RowKind) -> int:
-    """From how many samples on a step with stored logits takes less time, by the data sheet of such a GPU.
+    """From how many samples on a step with stored weights takes less time, by the data sheet of such a GPU.
 
     Args:
         capability: compute capability.
