@@ -1,47 +1,56 @@
 """A large gallery: how fast it fills, compacts, opens and answers, and what memory each takes beyond the libraries'.
 
-    python benchmarks/gallery_size.py [--rows 1000000] [--dim 512] [--precision bf16] [--folder DIR] [--out DIR]
+    python benchmarks/gallery_size.py [--rows 1000000] [--dim 512] [--precision bf16] [--limit-gb 0] [--folder DIR]
 
-Each part runs in a process of its own. Persons with a face each and a number for a filter; vectors of identities, as
-in `plsc bench search`. Prints a line per part and adds a row to benchmarks/results/gallery_size.csv. "times the
-vectors" is the memory resident after opening, above that of the libraries, by the vectors' bytes in the precision
-searched. About three minutes on two cores.
+Each part runs in a process of its own. Persons with a face each and a number for a filter; vectors of identities, a
+hundred of each (as ten_million.py draws them). Prints a line per part and adds a row to
+benchmarks/results/gallery_size.csv. "times the vectors" is the memory resident after opening, above that of the
+libraries, by the vectors' bytes in the precision searched. A compaction is searched beside, once a second. With
+--limit-gb all but the filling runs in a cgroup of so much, whose peak counts the system's cache of the files, too.
+About three minutes on two cores.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from results_file import add_row, in_process, script_parser
+from results_file import add_row, script_parser
+from ten_million import PAUSE, Drawing, read_queries, run_part
 
 from plsc.bench.harness import MIB, PeakMemory
-from plsc.bench.search import K, SearchData, make_search_data
+from plsc.bench.search import K, percentiles
 from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Store
-from plsc.gallery.values import NewPerson
+from plsc.gallery.values import Float32, NewPerson
 from plsc.index.scan import ExactScan
 
 COLLECTION, CONTRACT = "large", "a model"
 TOGETHER = 10_000  # persons enrolled at once
 GROUPS = 100  # a filter on one of them leaves a hundredth
-REPEATS = 20
+BYTES = {"int8": 1, "bf16": 2, "fp32": 4}
+OPTIONS = ("rows", "dim", "kind", "per_identity", "precision", "folder", "queries", "searches", "seed")
 
 
 def fill(args: argparse.Namespace) -> dict[str, float]:
     """Enrol every row, without a compaction but for those in the background."""
-    data = make_search_data(args.folder, args.rows, args.dim)
+    drawing = Drawing(args)
+    labels = np.random.default_rng(args.seed + 1).integers(0, drawing.identities, args.queries)
+    np.save(args.folder / "queries.npy", drawing(args.rows, labels))
     store = open_store(args.folder / "store", precision=args.precision)
     store.create_collection(COLLECTION, args.dim, CONTRACT)
     begun, peak = time.perf_counter(), PeakMemory(torch.device("cpu"))
     for start in range(0, args.rows, TOGETHER):
-        rows = data.rows[start : start + TOGETHER]
+        numbers = np.arange(start, min(start + TOGETHER, args.rows))
+        rows = drawing(start, numbers % drawing.identities)
         people = [NewPerson(row[None], f"person {n}", {"group": n % GROUPS}) for n, row in enumerate(rows, start)]
         store.add_persons(COLLECTION, people, CONTRACT)
     seconds = time.perf_counter() - begun
@@ -50,19 +59,42 @@ def fill(args: argparse.Namespace) -> dict[str, float]:
 
 
 def compact(args: argparse.Namespace) -> dict[str, float]:
-    """Bring everything into one base, and count what that took above the opened store."""
+    """Bring everything into one segment, searched meanwhile, and count what that took above the opened store."""
+    queries = read_queries(args)
     store = open_store(args.folder / "store", precision=args.precision)
     store.delete_person(COLLECTION, store.persons(COLLECTION, limit=1)[0].id)  # else it may have nothing to do
     begun, peak = time.perf_counter(), PeakMemory(torch.device("cpu"))
-    store.compact(COLLECTION)
+    with _searching(store, queries) as times:
+        store.compact(COLLECTION)
     figures = {"seconds": time.perf_counter() - begun, "peak_mib": peak.above()}
     store.close()
-    return figures
+    return {**figures, "slowest_search_ms": 1000 * max(times)}
+
+
+@contextmanager
+def _searching(store: Store, queries: Float32) -> Iterator[list[float]]:
+    """Search in a thread, once in PAUSE seconds, until the block ends; gives the seconds of each search."""
+    times, stop = list[float](), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            begun = time.perf_counter()
+            store.search(COLLECTION, queries[len(times) % len(queries) :][:1], k=K)
+            times.append(time.perf_counter() - begun)
+            stop.wait(PAUSE)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield times
+    finally:
+        stop.set()
+        thread.join()
 
 
 def serve(args: argparse.Namespace) -> dict[str, float]:
     """Open it and search: seconds, resident memory, milliseconds."""
-    queries = SearchData(args.folder).queries
+    queries = read_queries(args)
     ExactScan(queries).search(queries[:1], K)  # compiled, loaded: the libraries' part
     peak = PeakMemory(torch.device("cpu"))
     begun = time.perf_counter()
@@ -70,12 +102,11 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     seconds = time.perf_counter() - begun
     opened = PeakMemory(torch.device("cpu")).before - peak.before
     figures = {"seconds": seconds, "resident_mib": opened, "libraries_mib": peak.before}
-    width = 2 if args.precision == "bf16" else 4
-    figures["times_the_vectors"] = opened * MIB / (args.rows * args.dim * width)
+    figures["times_the_vectors"] = opened * MIB / (args.rows * args.dim * BYTES[args.precision])
     filtered = Filter.parse({"group": 3})
-    figures["search_1_ms"] = _milliseconds(lambda row: store.search(COLLECTION, queries[row : row + 1], k=K))
-    figures["search_32_ms"] = _milliseconds(lambda row: store.search(COLLECTION, queries[row : row + 32], k=K))
-    figures["filtered_1_ms"] = _milliseconds(lambda row: _filtered(store, queries[row : row + 1], filtered))
+    figures |= _milliseconds("search_1", args, lambda row: store.search(COLLECTION, queries[row : row + 1], k=K))
+    figures |= _milliseconds("search_32", args, lambda row: store.search(COLLECTION, queries[row : row + 32], k=K))
+    figures |= _milliseconds("filtered_1", args, lambda row: _filtered(store, queries[row : row + 1], filtered))
     figures["searching_mib"] = PeakMemory(torch.device("cpu")).before - peak.before
     store.close()
     return figures
@@ -86,22 +117,25 @@ def _filtered(store: Store, queries: Any, filter: Filter) -> None:
     assert all(len(answer) == K for answer in answers), "a filter must never under-return"
 
 
-def _milliseconds(search: Callable[[int], object]) -> float:
-    """The median of some searches of different queries, the first left out."""
+def _milliseconds(name: str, args: argparse.Namespace, search: Callable[[int], object]) -> dict[str, float]:
+    """The median and the 99th percentile of searches of different queries, the first left out."""
     times = []
-    for number in range(REPEATS + 1):
+    for number in range(args.searches + 1):
         begun = time.perf_counter()
-        search(number * 32)
+        search(number * 32 % (args.queries - 31))
         times.append(time.perf_counter() - begun)
-    return 1000 * statistics.median(times[1:])
+    figures = percentiles(times[1:])
+    return {f"{name}_ms": figures["p50_ms"], f"{name}_p99_ms": figures["p99_ms"]}
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"fill": fill, "compact": compact, "serve": serve}
 
 
 def main() -> None:
-    parser = script_parser(__doc__, results="gallery_size", rows=1_000_000, dim=512)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    defaults: dict[str, Any] = {"rows": 1_000_000, "dim": 512, "per_identity": 100, "queries": 1000, "searches": 20}
+    parser = script_parser(__doc__, results="gallery_size", **defaults, seed=0, limit_gb=0.0)
+    parser.add_argument("--kind", choices=["clustered", "spread"], default="clustered")
+    parser.add_argument("--precision", choices=list(BYTES), default="bf16")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="an empty one, kept; else a temporary one")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -110,13 +144,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="plsc-gallery-") as folder:
         args.folder = args.folder or Path(folder)
+        args.folder.mkdir(exist_ok=True)
         row: dict[str, Any] = {"rows": args.rows, "dim": args.dim, "precision": args.precision}
-        row["threads"] = torch.get_num_threads()
-        sizes = {"folder": args.folder, "precision": args.precision, "rows": args.rows, "dim": args.dim}
+        row |= {"threads": torch.get_num_threads(), "limit_gb": args.limit_gb}
         for part in PARTS:
-            figures = {f"{part}_{name}": round(value, 3) for name, value in in_process(__file__, part, **sizes).items()}
+            found = run_part(args, __file__, part, OPTIONS, args.limit_gb if part != "fill" else 0.0)
+            figures = {f"{part}_{name}": round(value, 3) for name, value in found.items()}
             print(", ".join(f"{name} {value:,}" for name, value in figures.items()), flush=True)
-            row |= figures
+            row |= {f"{part}_cgroup_gb": "", **figures} if part != "fill" else figures
     add_row("gallery_size", row, args.out)
 
 

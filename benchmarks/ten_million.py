@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,19 +267,21 @@ class Limit:
 
 def drop_cache(folder: Path) -> None:
     """Take the files out of the system's cache, which else counts for whoever read them first."""
-    for path in folder.rglob("*.npy"):
+    for path in [*folder.rglob("*.npy"), *folder.rglob("*.sqlite")]:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def run_part(args: argparse.Namespace, part: str) -> Figures:
-    """The figures of a part, from a process of its own, with the most memory that it took."""
-    options = ("rows", "dim", "kind", "per_identity", "precision", "folder", "queries", "searches", "threads", "seed")
-    command = [sys.executable, __file__, "--part", part]
+def run_part(args: argparse.Namespace, script: str, part: str, options: Sequence[str], limit_gb: float) -> Figures:
+    """The figures of a part of a script, from a process of its own, with the most memory that it took.
+
+    It gets those of ``args`` that ``options`` names, and runs in a cgroup of ``limit_gb`` (0: in none).
+    """
+    command = [sys.executable, script, "--part", part]
     command += [word for name in options for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     drop_cache(args.folder)
-    limit = None if part == "check" else Limit(int(args.limit_gb * 1e9))
+    limit = Limit(int(limit_gb * 1e9)) if limit_gb else None
     try:
         join = None if limit is None else limit.join
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=join)
@@ -311,13 +313,15 @@ def main() -> None:
         chosen = args.parts.split(",") if args.parts else [part for part in PARTS if part != "check"]
         row["load"] = round(os.getloadavg()[0], 1)
         for part in PARTS:
-            figures = run_part(args, part) if part in chosen else Figures()
+            limit_gb = 0.0 if part == "check" else args.limit_gb
+            figures = run_part(args, __file__, part, OPTIONS, limit_gb) if part in chosen else Figures()
             if figures:
                 print(part, ", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
             row |= {f"{part}_{name}": figures.get(name, "") for name in COLUMNS[part]}
     add_row("ten_million", row, args.out)
 
 
+OPTIONS = ("rows", "dim", "kind", "per_identity", "precision", "folder", "queries", "searches", "threads", "seed")
 _LATENCIES = [
     f"{batch}_{name}" for batch in (1, 32) for name in ("p50_ms", "p99_ms", "least_ms", "cpu_ms", "candidates")
 ]

@@ -164,6 +164,22 @@ def is_left(store: SqliteStore) -> bool:
         return unfinished.rewrite_since(db) is not None
 
 
+def test_what_is_newer_than_a_segment_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 10)
+    monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MAX_GROWING_BYTES", 20 * DIM * 4)
+    store = open_people(tmp_path / "store")
+    enrol(store, faces(400))
+    store.compact()
+    enrol(store, faces(21))  # fewer than an eighth
+    wait_until(lambda: store.statistics()[GALLERY]["base"] == 421)
+    enrol(store, faces(20))
+    store.close()
+    store = SqliteStore(tmp_path / "store")
+    figures = store.statistics()[GALLERY]
+    assert (figures["base"], figures["delta"]) == (421, 20)
+    store.close()
+
+
 def test_compaction_in_the_background_keeps_what_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,12 +99,12 @@ def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
 
 
 def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
-    """Those that began while their token was alone do not all go on when another comes: a step counts as a second."""
+    """Those that began while their token was alone do not all go on when another comes: a step costs 1,000 s."""
     pay = TokenTurns.charge
     busy.setattr(
         TokenTurns,
         "charge",
-        lambda self, owner, s, fine=0.0: pay(self, owner, 1.0 if owner == "reader" else s, fine),
+        lambda self, owner, s, fine=0.0: pay(self, owner, 1_000.0 if owner == "reader" else s, fine),
     )
     store = guarded.service.store
     store.create_collection("large", DIM, "linear-model")

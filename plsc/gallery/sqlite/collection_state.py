@@ -22,6 +22,7 @@ from plsc.index.rows import Int64, Mask, RowSource, rank
 
 MIN_CHANGES = 4096  # rows added or deleted before compaction is considered: fewer cost a search next to nothing
 COMPACTION_DIVISOR = 8  # compact when an eighth of the sealed segment was added or deleted
+MAX_GROWING_BYTES = 1 << 30  # of vectors in the growing segment, which are in memory: compact when there are more
 PERSON_CACHE_BYTES = 16 << 20  # per collection
 _ENTRY_BYTES = 500  # of a cache entry, about
 _METADATA_BYTES = 150  # of a metadata entry besides its text
@@ -384,7 +385,10 @@ class CollectionState:
 
 def compaction_threshold(sealed: SealedSegment | None) -> int:
     """Return how many rows may be added or deleted before a new sealed segment pays."""
-    return max(MIN_CHANGES, (0 if sealed is None else len(sealed)) // COMPACTION_DIVISOR)
+    if sealed is None or not len(sealed):
+        return MIN_CHANGES
+    in_memory: int = MAX_GROWING_BYTES // (sealed.vectors.itemsize * sealed.vectors.shape[1])
+    return max(MIN_CHANGES, min(len(sealed) // COMPACTION_DIVISOR, in_memory))
 
 
 class PersonCache:
