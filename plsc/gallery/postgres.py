@@ -117,12 +117,11 @@ class PostgresStore(Store):
 
     @contextmanager
     def _reading(self, collection: str) -> Iterator[PostgresRows]:
-        with self._transaction() as connection:
+        with self._transaction(read_only=True) as connection:
             yield rows.find_collection(connection, collection)
 
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
-        with self._transaction(read_only=True) as connection:
-            found = rows.find_collection(connection, collection)
+        with self._reading(collection) as found:
             units, hidden = query.units(found), found.expired_ids()
             fetches = [found.face_search(unit, query.filter, hidden) for unit in units]
             return [group_by_person(fetch, query.k, query.threshold) for fetch in fetches]

@@ -229,6 +229,7 @@ def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None
 def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
     store, known = begun(moving, 20)
     known.fill(100)
+    (person,) = store.persons(GALLERY, limit=1)
     queries = {model: faces(1, 7, dim) for model, dim in DIMS.items()}
     answers = dict[str, Any]()
     for model in (NEW, MODEL):
@@ -246,6 +247,9 @@ def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
                         continue
                     assert found == answers[model], "of one space"
                     seen.add(model)
+                vectors = store.face_vectors(GALLERY, person.id)[person.faces[0]]
+                assert vectors.second is not None
+                assert len(vectors.searched) + len(vectors.second.vector) == sum(DIMS.values()), "as of one moment"
         except BaseException as error:
             failures.append(error)
 
@@ -254,7 +258,7 @@ def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
         thread.start()
     try:
         rounds = 0
-        while not failures and (rounds < 4 or seen != {*DIMS}):
+        while not failures and (rounds < 20 or seen != {*DIMS}):
             store.exchange_spaces(GALLERY, (NEW, MODEL)[rounds % 2])
             rounds += 1
     finally:
