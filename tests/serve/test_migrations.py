@@ -269,7 +269,9 @@ def test_the_command_takes_a_store_through_all_steps(tmp_path: Path, capsys: pyt
     assert "24 faces embedded" in told
     assert "all of 24 faces have vectors of both models; judge: --report" in told
     assert migrate(store, "--report", "--plot", plot) == 0
-    assert "TAR" in capsys.readouterr().out
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["old", "new"]
+    assert sum(line.startswith(("TAR at ", "TAR lost: ", "threshold: ")) for line in table) == 4
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert migrate(store, "--cut-over", "--threshold", 0.5, "--max-loss", 1, "--json", tmp_path / "cut.json") == 0
     assert "serve it with the new model and --threshold" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def _tell(done: Filled) -> None:
 def report(store: Store, collection: str, threshold: float | None, plot: Path | None) -> dict[str, Any]:
     """Judge a move, print the table, and write the curves as a picture where ``plot`` names one."""
     judgement = moving.judge_move(store, collection, threshold)
-    show(judgement.table())
+    show(*judgement.table().splitlines())
     if plot is not None:
         from plsc.evaluation.report import roc_figure
 
