@@ -13,24 +13,22 @@ About three minutes on two cores.
 import argparse
 import json
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from results_file import add_row, script_parser
-from ten_million import PAUSE, Drawing, read_queries, run_part
+from ten_million import Drawing, read_queries, run_part, searching
 
 from plsc.bench.harness import MIB, PeakMemory
 from plsc.bench.search import K, percentiles
 from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Store
-from plsc.gallery.values import Float32, NewPerson
+from plsc.gallery.values import NewPerson
 from plsc.index.scan import ExactScan
 
 COLLECTION, CONTRACT = "large", "a model"
@@ -64,32 +62,11 @@ def compact(args: argparse.Namespace) -> dict[str, float]:
     store = open_store(args.folder / "store", precision=args.precision)
     store.delete_person(COLLECTION, store.persons(COLLECTION, limit=1)[0].id)  # else it may have nothing to do
     begun, peak = time.perf_counter(), PeakMemory(torch.device("cpu"))
-    with _searching(store, queries) as times:
+    with searching(lambda query: store.search(COLLECTION, query, k=K), queries) as times:
         store.compact(COLLECTION)
     figures = {"seconds": time.perf_counter() - begun, "peak_mib": peak.above()}
     store.close()
     return {**figures, "slowest_search_ms": 1000 * max(times)}
-
-
-@contextmanager
-def _searching(store: Store, queries: Float32) -> Iterator[list[float]]:
-    """Search in a thread, once in PAUSE seconds, until the block ends; gives the seconds of each search."""
-    times, stop = list[float](), threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            begun = time.perf_counter()
-            store.search(COLLECTION, queries[len(times) % len(queries) :][:1], k=K)
-            times.append(time.perf_counter() - begun)
-            stop.wait(PAUSE)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield times
-    finally:
-        stop.set()
-        thread.join()
 
 
 def serve(args: argparse.Namespace) -> dict[str, float]:

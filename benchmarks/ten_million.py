@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,6 @@ def compact(args: argparse.Namespace) -> Figures:
     """Write the next segment from the one that is open and searched all the while, and open that as well."""
     torch.set_num_threads(args.threads)
     segment, queries = open_segment(args.folder, stored(args, 1), args.precision, verify=False), read_queries(args)
-    times, stop = list[float](), threading.Event()
-
-    def searching() -> None:
-        while not stop.is_set():
-            begun = time.perf_counter()
-            segment.scan.search(queries[len(times) % len(queries) :][:1], K)
-            times.append(time.perf_counter() - begun)
-            stop.wait(PAUSE)
 
     def batches() -> Iterator[Faces]:
         for start in range(0, args.rows, BLOCK):
@@ -159,16 +152,32 @@ def compact(args: argparse.Namespace) -> Figures:
             vectors = segment.scan._copy.source._range(start, min(start + BLOCK, args.rows))
             yield Faces(segment.faces[rows], segment.persons[rows], vectors)
 
-    searcher = threading.Thread(target=searching)
-    searcher.start()
-    try:
+    with searching(lambda query: segment.scan.search(query, K), queries) as times:
         figures = write(args, 1, batches())
         following = open_segment(args.folder, stored(args, 2), args.precision, verify=False)
         following.scan.search(queries[:1], K)
+    return {**figures, "searches": len(times), "slowest_search_ms": 1000 * max(times)}
+
+
+@contextmanager
+def searching(search: Callable[[Float32], object], queries: Float32) -> Iterator[list[float]]:
+    """Search for one query after the other in a thread until the block ends; gives the seconds that each took."""
+    times, stop = list[float](), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            begun = time.perf_counter()
+            search(queries[len(times) % len(queries) :][:1])
+            times.append(time.perf_counter() - begun)
+            stop.wait(PAUSE)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield times
     finally:
         stop.set()
-        searcher.join()
-    return {**figures, "searches": len(times), "slowest_search_ms": 1000 * max(times)}
+        thread.join()
 
 
 def check(args: argparse.Namespace) -> Figures:
