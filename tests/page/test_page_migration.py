@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 from support.page_actions import HOSTILE, overflow
-from support.page_kit import PageService, ProjectedEngine, draw, png
+from support.page_kit import PageService, ProjectedEngine, chosen, draw, png
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +67,9 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     count = page.locator("#migration-count")  # looked at again and again while it fills
     expect(count).to_have_text("60 of 62 faces with a vector of the new model, 2 without.")
     expect(page.locator("#migration-missing-title")).to_have_text("Missing: 2 people")
-    expect(page.locator("#migration-missing-list li")).to_have_text([f"{HOSTILE}#13 · 1 face", "Person 14#14 · 1 face"])
-    page.get_by_role("button", name="Person 14").click()
+    missing = page.locator("#migration-missing-list li")
+    expect(missing).to_have_text([f"{HOSTILE}#13 · 1 faceSend pictures…", "Person 14#14 · 1 faceSend pictures…"])
+    page.get_by_role("button", name="Person 14", exact=True).click()
     expect(page.locator("#person-title")).to_have_text("Person 14")
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Cut over…")).to_be_disabled()
@@ -76,10 +77,18 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     assert status(moving)["is_paused"]
     assert_accessible(page)
     press(page, "Resume", "goes on")
+    for picture, told in ((draw(9000), "none of the pictures is one"), (draw(9001), "1 face of Person 14 with a")):
+        with page.expect_file_chooser() as choosing:
+            page.get_by_role("button", name="Send pictures of Person 14").click()
+        choosing.value.set_files(chosen(picture))
+        expect(page.locator("#migration-error:visible, #migration-done")).to_contain_text([told])
+    expect(page.locator("#migration-error")).to_be_hidden()
+    expect(missing).to_have_count(1)
+    expect(page.locator("#migration-title")).to_be_focused()
 
-    press(page, "Estimate", "2 faces with an estimate")
+    press(page, "Estimate", "1 face with an estimate")
     expect(page.get_by_role("button", name="Estimate")).to_be_disabled()
-    press(page, "Judge", f"Judged by {PERSONS} people")
+    press(page, "Judge", f"Judged by {PERSONS + 1} people")
     judgement = status(moving)["judgement"]
     rates = page.locator("#migration-rates")
     expect(rates.locator("thead th")).to_have_text(["Old model", "New model", "Estimates"])

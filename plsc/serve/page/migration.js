@@ -2,6 +2,7 @@
 
 import { byId, confirmAction, day, element, isolated, pluralize, runWithErrors, showWarnings } from "./dom.js";
 import { displayName, openPerson } from "./person.js";
+import { asInputs, faceFiles } from "./picture.js";
 import { formatRate, rocFigure } from "./roc.js";
 import { call } from "./service.js";
 import { emit, hasRole, isLocked, on, state } from "./state.js";
@@ -233,13 +234,31 @@ function showMissing() {
 function missingText() {
   const count = countFaces(migration.lacking + migration.estimated);
   if (migration.is_cut_over) return `${count} without a vector of their own by the old model.`;
-  return `${count} without a vector of their own by the new model. Kept pictures are embedded by themselves; send those of others again by the API, or estimate.`;
+  return `${count} without a vector of their own by the new model. Kept pictures are embedded by themselves; send those of others again, or estimate.`;
 }
 
 function missingRow(person) {
   const facts = [`#${person.id}`, ...(person.external_id === null ? [] : [person.external_id]), countFaces(person.faces.length)];
   const open = element("button", { type: "button", class: "name", id: `missing-${person.id}`, onclick: () => openPerson(person.id) }, isolated(displayName(person)));
-  return element("li", {}, open, element("span", { class: "facts" }, isolated(facts.join(" · "))));
+  const input = element("input", { type: "file", hidden: true, multiple: true, accept: "image/*", onchange: () => sendAgain(person, input, send) });
+  const send = element("button", { type: "button", class: "quiet", id: `send-${person.id}`, "aria-label": `Send pictures of ${displayName(person)}`, onclick: () => input.click() }, "Send pictures…");
+  return element("li", {}, open, element("span", { class: "facts" }, isolated(facts.join(" · "))), send, input);
+}
+
+/** Send pictures of a person again: which face each of them is of, the service knows by the model that is searched. */
+async function sendAgain(person, input, button) {
+  const [collection, files] = [state.collection, [...input.files]];
+  input.value = "";   // the same may be chosen again
+  done.textContent = "";
+  let answer = null;
+  const isSent = files.length > 0 && await runWithErrors(error, async () => {
+    const body = { faces: await asInputs(files) };
+    answer = await call("POST", `${pathOf(collection)}/persons/${person.id}/pictures`, { body, files: faceFiles(files) });
+  }, button);
+  if (!isSent || state.collection !== collection) return;
+  await shown();
+  done.textContent = `${countFaces(answer.faces.length)} of ${displayName(person)} with a vector of the picture.`;
+  (byId(button.id) ?? byId("migration-title")).focus();
 }
 
 function showJudgement() {
