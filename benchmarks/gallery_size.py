@@ -60,7 +60,7 @@ def compact(args: argparse.Namespace) -> dict[str, float]:
     """Bring everything into one segment, searched meanwhile, and count what that took above the opened store."""
     queries = read_queries(args)
     store = open_store(args.folder / "store", precision=args.precision)
-    store.delete_person(COLLECTION, store.persons(COLLECTION, limit=1)[0].id)  # else it may have nothing to do
+    store.add_persons(COLLECTION, [NewPerson(queries[:1])], CONTRACT)  # else it may have nothing to do
     begun, peak = time.perf_counter(), PeakMemory(torch.device("cpu"))
     with searching(lambda query: store.search(COLLECTION, query, k=K), queries) as times:
         store.compact(COLLECTION)
