@@ -183,7 +183,9 @@ class PageRun:
                 bash.kill()
                 bash.wait()
             output.seek(0)
-            assert bash.returncode == 0, output.read()[-4000:]
+            told = output.read()
+            assert bash.returncode == 0, told[-4000:]
+            assert "\ufffd" not in told, "several lines were shown as one (plsc.progress.show)"
 
     def _answer(self, link: socket.socket) -> None:
         """Run one command that the script calls."""
