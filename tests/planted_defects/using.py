@@ -40,7 +40,7 @@ USING = (
     ),
     Defect(
         "candidates within the rounding error of the best are dropped",
-        "plsc/native/scan_kernels.cpp",
+        "plsc/native/scan_ranking.h",
         "least = std::max(least, entries[k - 1].lowest - margin);",
         "least = std::max(least, entries[k - 1].lowest);",
         ("tests/index/test_scan.py",),
@@ -54,7 +54,7 @@ USING = (
     ),
     Defect(
         "a row's codes are taken to be off by half of their bound",
-        "plsc/native/scan_kernels.cpp",
+        "plsc/native/scan_ranking.h",
         "return residues ? score - 2 * lengths[query] * residues[row] : score;",
         "return residues ? score - lengths[query] * residues[row] : score;",
         ("tests/index/test_codes.py",),
