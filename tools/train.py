@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")
     add("--master-port", metavar="P", type=int, default=29500, help="a free port of it (29500)")
     text = 'parallel.strategy = "auto": the link between machines, per GPU, as of plsc plan (default: infiniband)'
-    add("--between", metavar="NAME|GB/s", default="infiniband", help=text)
+    add("--between", metavar="NAME|GB/s", help=text)
     text = f"write a trace and a picture of some steps into RUN/profile ({_PROFILED_STEPS}; as --log.profile STEPS)"
     add("--profile", metavar="STEPS", nargs="?", type=int, const=_PROFILED_STEPS, help=text)
     text = "check the request, print what would be started on each machine, and end"
@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.as_toml:
         show(*configuration.to_toml(config).rstrip("\n").split("\n"))
         return None
-    from plsc.plan.devices import check_link  # which imports torch
+    if args.between is not None:
+        from plsc.plan.devices import check_link  # which imports torch, and all that trains
 
-    check_link(args.between, "--between")
+        check_link(args.between, "--between")
     if args.nnodes > 1 and args.master_addr is None:
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
     if is_launched() or (args.nproc == args.nnodes == 1 and not args.dry_run):
@@ -128,14 +129,13 @@ def _launch(config: Config, args: argparse.Namespace) -> None:
     from plsc.parallel.launch import Nodes, commands_of_nodes, launch
     from plsc.parallel.mesh import check_head_ranks
     from plsc.parallel.model_averaging import check_group_ranks
-    from plsc.train.components import strategy_options
 
     nodes = Nodes()
     if args.nnodes != 1:
         nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     ranks = args.nproc * nodes.count
     check_head_ranks(config.head_ranks, ranks)
-    strategy_options(config).check_world(ranks)
+    config.parallel.strategy_options().check_world(ranks)
     if config.parallel.averaging != "none":
         check_group_ranks(config.parallel.averaging_group_ranks, ranks)
     arguments = _rank_arguments(args)
@@ -147,6 +147,10 @@ def _launch(config: Config, args: argparse.Namespace) -> None:
             (show if args.dry_run else note)(text)
     if args.dry_run:
         return
+    if nodes.count == 1 and _run_folder(args).exists():  # of several machines, one may have begun the run
+        from plsc.train.resumption import check_folder  # which imports all that trains
+
+        check_folder(_run_folder(args), args.resume)
     code = launch(arguments, args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why
@@ -158,6 +162,10 @@ def _load(args: argparse.Namespace) -> Config:
         if os.environ.get("RANK", "0") != "0" or (args.nproc * args.nnodes > 1 and not is_launched()):
             warnings.simplefilter("ignore", FutureWarning)
         return configuration.load(args.config, configuration.parse_arguments(args.overrides, args.options))
+
+
+def _run_folder(args: argparse.Namespace) -> Path:
+    return Path(args.out or Path("runs") / args.config.stem)
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
@@ -179,7 +187,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     stop_with_agent()
     keep_freed_memory()
     mesh = plsc.init(head_ranks=config.head_ranks, timeout=_collective_seconds(config))
-    out = args.out if args.out is not None else Path("runs") / args.config.stem
+    out = _run_folder(args)
 
     def report(error: PlscError) -> None:
         print_error("plsc train", str(error))
@@ -190,7 +198,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
             if config.parallel.strategy == "auto":
                 from plsc.plan.strategy_choice import choose_on_ranks
 
-                chosen = choose_on_ranks(config, mesh, args.between)
+                chosen = choose_on_ranks(config, mesh, args.between or "infiniband")
                 config, why = chosen.config, chosen.why
             result = train(config, mesh, out=out, resume=args.resume, notes=why, on_hang=report)
         shutdown()

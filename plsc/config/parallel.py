@@ -1,7 +1,7 @@
 """The keys of [parallel]: placement of the backbone on the ranks, and the exchange of gradients or weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
@@ -9,6 +9,7 @@ from plsc.toml_keys import key
 
 if TYPE_CHECKING:
     from plsc.config.sections import Config  # which imports this module
+    from plsc.parallel.strategies import StrategyOptions
 
 # Their step depends on norms or products of a whole layer.
 _WHOLE_LAYER_OPTIMIZERS = ("lars", "lamb", "adafactor", "muon")
@@ -119,6 +120,13 @@ class ParallelConfig:
         yield from _of_the_strategy(run)
         yield from _of_a_pipeline(run)
         yield from _of_tensor_parallelism(run)
+
+    def strategy_options(self) -> "StrategyOptions":
+        """The strategy that the section describes, whose numbers are the keys of the same names."""
+        from plsc.parallel.strategies import StrategyOptions
+
+        numbers = [field.name for field in fields(StrategyOptions) if field.name != "name"]
+        return StrategyOptions(self.strategy, **{name: getattr(self, name) for name in numbers})
 
     @property
     def delays_gradients(self) -> bool:

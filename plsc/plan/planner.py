@@ -27,7 +27,6 @@ from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
 from plsc.plan.memory import plan_disk, row_bytes
 from plsc.plan.plan_config import OLD_CENTRES, PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
-from plsc.train.components import strategy_options
 
 _WIDTH = 48
 # Of the times with these constants, over the throughputs that others published: benchmarks/retrodiction.py.
@@ -148,7 +147,7 @@ def plan(
     """
     check_ranks(gpus, gpus_per_node, config.head_ranks)
     if config.parallel.strategy != "auto":
-        strategy_options(config).check_world(gpus)
+        config.parallel.strategy_options().check_world(gpus)
     counts = [classes] if isinstance(classes, int) else list(classes)
     if min(counts) < 1:
         raise UsageError(f"--classes {min(counts)}: at least one is needed")

@@ -21,7 +21,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.advice import TIE, CapacityError, Estimate, Hardware, estimate, fastest, gib, profile_of
 from plsc.plan.devices import Links, link_speed, present_device
 from plsc.plan.plan_config import PlanConfig, plan_config
-from plsc.train.components import strategy_options, with_preprocessing
+from plsc.train.components import with_preprocessing
 from plsc.train.tables import classes_of, open_training_data
 
 # Of a rank's memory that the choice leaves free: the plan's peak was within 5% of measured CPU steps.
@@ -204,7 +204,7 @@ def _valid(layout: PlanConfig, changes: dict[str, Any], *, offload: bool) -> Ite
 @functools.lru_cache(maxsize=4096)
 def _check(config: Config, world: int) -> None:
     check_together(config)
-    strategy_options(config).check_world(world)
+    config.parallel.strategy_options().check_world(world)
 
 
 def _fastest_of(layout: PlanConfig, hardware: Hardware) -> Iterator[Estimate]:

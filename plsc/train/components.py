@@ -33,7 +33,7 @@ from plsc.parallel import Mesh, convert_sync_batchnorm
 from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.model_averaging import model_averaging
-from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
+from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.asynchronous import AsynchronousChanges
 from plsc.train.compatible import InfluenceLoss, make_influence_loss
@@ -46,7 +46,7 @@ _IGNORED_LOGS = {
     "torch._dynamo.variables.ctx_manager": "Profiler record function",
     "torch.utils.cpp_extension": "No CUDA runtime",
 }
-_Options = TypeVar("_Options", StrategyOptions, ExchangeOptions, Hyperparameters)
+_Options = TypeVar("_Options", ExchangeOptions, Hyperparameters)
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -186,7 +186,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     """
     torch.manual_seed(config.seed)  # the same first weights on every rank
     strategy = raise_on_all_ranks(
-        mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
+        mesh, lambda: make_strategy(config.parallel.strategy_options(), mesh, offload=config.parallel.offload)
     )
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
     frozen = raise_on_all_ranks(mesh, lambda: freeze_for_good(config, backbone))
@@ -230,11 +230,6 @@ def _options(kind: type[_Options], section: object, **others: Any) -> _Options:
     """Options of a dataclass ``kind``: a section's values of the same names, and ``others``."""
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: getattr(section, name) for name in names if hasattr(section, name)} | others)
-
-
-def strategy_options(config: Config) -> StrategyOptions:
-    """The strategy that [parallel] describes."""
-    return _options(StrategyOptions, config.parallel, name=config.parallel.strategy)
 
 
 def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
