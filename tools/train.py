@@ -181,7 +181,14 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failures import RankWatch, as_lost_rank, end_after_reporter, is_reporting_rank, stop_with_agent
+    from plsc.train.failures import (
+        RankWatch,
+        as_lost_rank,
+        end_after_reporter,
+        is_reporting_rank,
+        report_and_end,
+        stop_with_agent,
+    )
     from plsc.train.report import closing_lines
 
     stop_with_agent()
@@ -202,17 +209,13 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
                 config, why = chosen.config, chosen.why
             result = train(config, mesh, out=out, resume=args.resume, notes=why, on_hang=report)
         shutdown()
-    except PlscError as error:
-        if is_reporting_rank(mesh):
-            raise
-        end_after_reporter(error.exit_code)
-    except RuntimeError as error:
-        lost = as_lost_rank(error, mesh)
-        if lost is None:
+    except (PlscError, RuntimeError) as error:
+        failure = error if isinstance(error, PlscError) else as_lost_rank(error, mesh)
+        if failure is None or mesh.world_size == 1:
             raise
         if is_reporting_rank(mesh):
-            raise lost from None
-        end_after_reporter(lost.exit_code)
+            report_and_end(failure, report)
+        end_after_reporter(failure.exit_code)
     if not mesh.is_main:
         return None
     show(*closing_lines(out, result))

@@ -26,10 +26,13 @@ from plsc.parallel.rendezvous import agent_keeps_store
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
+_LAUNCHER_SECONDS = 2.0  # in which the launcher has seen the reporting rank's end, once that has reported
+_REPORTED = "plsc/reported"  # key of the store through which the ranks met
 # A terminal and Slurm send a signal to every process of a run, and the launcher passes it on to its ranks once more.
 _SAME_SIGNAL_SECONDS = 1.0
 _AGENT_SECONDS = 1.0  # between two looks at the launcher
 _ALWAYS = timedelta(days=365)
+_terminated = threading.Event()  # a SIGTERM came while a run went on
 SLOW = 1.3  # times the median of all ranks, from which a rank is reported
 PERIOD_SECONDS = 20.0  # over which ranks are compared: one slow batch is no slow rank
 REPEAT_SECONDS = 600.0  # between two lines about the same rank
@@ -66,18 +69,40 @@ def is_reporting_rank(mesh: Mesh) -> bool:
         return False
 
 
+def report_and_end(error: PlscError, report: Callable[[PlscError], None]) -> NoReturn:
+    """Report an error of a run of several ranks on the reporting one, tell the others so, and end this process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which ends all ranks when one has failed
+    report(error)
+    with contextlib.suppress(RuntimeError, ValueError):  # the process that keeps the store has ended
+        dist.distributed_c10d._get_default_store().set(_REPORTED, "")
+    _end_at_once(error.exit_code)
+
+
 def wait_for_reporter() -> None:
-    """Stay a moment: when one rank ends, the launcher ends all others, the reporting one too."""
-    time.sleep(_REPORT_SECONDS)
+    """Stay a moment: when one rank ends, the launcher ends all others, the reporting one too.
+
+    Ends this process as soon as that has reported, where the launcher's SIGTERM came while the run still went on.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):  # nobody has reported in time; the store's process has ended
+        dist.distributed_c10d._get_default_store().wait([_REPORTED], timedelta(seconds=_REPORT_SECONDS))
+        time.sleep(_LAUNCHER_SECONDS)
+        if _terminated.is_set():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def end_after_reporter(code: int) -> NoReturn:
-    """End this process with ``code`` once the reporting rank has had the time to report.
-
-    Without the interpreter's own end, at which the thread of :class:`RankWatch` would abort the process if it
-    came out of gloo meanwhile, because the other ranks have ended.
-    """
+    """End this process with ``code`` once the reporting rank has had the time to report."""
     wait_for_reporter()
+    _end_at_once(code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process without the interpreter's own end.
+
+    At that the thread of :class:`RankWatch` would abort the process if it came out of gloo meanwhile, because the other
+    ranks have ended.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -236,6 +261,8 @@ class StopRequest:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            _terminated.set()
         if not self.signal:
             self.signal, self._came = number, time.monotonic()
         elif number != signal.SIGUSR1 and time.monotonic() - self._came > _SAME_SIGNAL_SECONDS:
