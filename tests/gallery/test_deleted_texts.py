@@ -202,6 +202,7 @@ def test_a_long_read_puts_the_exchange_off_and_others_do_not_wait_for_it(
 ) -> None:
     monkeypatch.setattr(rewriting, "_ATTEMPTS", 2)
     monkeypatch.setattr(rewriting, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_SECONDS", 5.0)  # for which a program that has the file is waited for
     store = SqliteStore(tmp_path / "store")
     people = People(store)
     people.live(10)
