@@ -26,7 +26,7 @@ from plsc.parallel.rendezvous import agent_keeps_store
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
-_LAUNCHER_SECONDS = 2.0  # in which the launcher has seen the reporting rank's end, once that has reported
+_LAUNCHER_SECONDS = 2.0  # the same, for a rank that the launcher has told to end already
 _REPORTED = "plsc/reported"  # key of the store through which the ranks met
 # A terminal and Slurm send a signal to every process of a run, and the launcher passes it on to its ranks once more.
 _SAME_SIGNAL_SECONDS = 1.0
@@ -81,11 +81,11 @@ def report_and_end(error: PlscError, report: Callable[[PlscError], None]) -> NoR
 def wait_for_reporter() -> None:
     """Stay a moment: when one rank ends, the launcher ends all others, the reporting one too.
 
-    Ends this process as soon as that has reported, where the launcher's SIGTERM came while the run still went on.
+    Ends this process soon after that has reported, where the launcher's SIGTERM came while the run still went on.
     """
     with contextlib.suppress(RuntimeError, ValueError):  # nobody has reported in time; the store's process has ended
         dist.distributed_c10d._get_default_store().wait([_REPORTED], timedelta(seconds=_REPORT_SECONDS))
-        time.sleep(_LAUNCHER_SECONDS)
+        time.sleep(_LAUNCHER_SECONDS if _terminated.is_set() else _REPORT_SECONDS)
         if _terminated.is_set():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)

@@ -385,7 +385,7 @@ class CollectionState:
 
 def compaction_threshold(sealed: SealedSegment | None) -> int:
     """Return how many rows may be added or deleted before a new sealed segment pays."""
-    if sealed is None or not len(sealed):
+    if sealed is None:
         return MIN_CHANGES
     in_memory: int = MAX_GROWING_BYTES // (sealed.vectors.itemsize * sealed.vectors.shape[1])
     return max(MIN_CHANGES, min(len(sealed) // COMPACTION_DIVISOR, in_memory))
