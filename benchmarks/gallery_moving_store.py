@@ -63,7 +63,7 @@ class MovingStore(SqliteStore):
         others = {SECOND_MODEL: in_second_space(vectors)}
         return super().add_faces(collection, person, vectors, contract_id, others=others, **options)
 
-    def vectors(self, collection: str, person: int) -> Float32:
+    def vectors(self, collection: str, person: int, contract_id: str | None = None) -> Float32:
         """The first model's vectors of a person."""
         found = super().vectors(collection, person)
         first = self.collection(collection).dim

@@ -110,7 +110,7 @@ class Mover:
                     person.exact.discard(before.second)
         moves.states = {before, after}
         path, body = (f"{MOVE}/{name}", None) if name != "begin" else ("/v1/migrations", {"collection": COLLECTION})
-        answer = self._post(http, path, body if name != "cut-over" else {"max_loss": 1}, name)
+        answer = self._post(http, path, body if name != "cut-over" else {"max_loss": 1, "threshold": 0.5}, name)
         moves.states = {after if answer.is_success else before}
         if name == "begin":
             moves.begin_epoch()
@@ -130,7 +130,7 @@ class Mover:
                 return
             (state,) = person.states
             assert state is not None
-            refused = () if self._moves.stand.searched in person.exact else (422,)  # an estimate is unlike its picture
+            refused = () if self._moves.stand.searched in person.exact else (409, 422)  # an estimate is unlike it
             body = {"faces": [person.query(state.face)]}
             answer = self._post(http, f"{MOVE}/persons/{person.id}/pictures", body, "pictures", refused)
             if answer.is_success:

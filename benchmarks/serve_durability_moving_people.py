@@ -121,7 +121,7 @@ class MovingPerson(Person):
     def query(self, face: int) -> dict[str, Any]:
         """The input that the face was enrolled by."""
         if self.is_vector:
-            return {"vector": self._vector(face)}
+            return {"vector": self._vector(face), "contract_id": self.sent_for[face]}
         return {"image": picture(self.number, face)}
 
     def is_found_in(self, model: str, face: int) -> bool:
@@ -159,7 +159,7 @@ class MovingPerson(Person):
             self.exact, self.second_of = set(), None
             before = self._moves.epoch
             answer = ask(*args, **options)
-            if answer.status_code == 422 and self.is_vector:
+            if answer.status_code == 409 and self.is_vector:
                 self.states -= {state}
                 raise _OfOtherModel
             if self.is_vector:

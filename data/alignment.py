@@ -28,7 +28,7 @@ from torch.nn.functional import grid_sample, interpolate
 from plsc.data.dataset import ImageDataset
 from plsc.errors import DataError, UsageError
 from plsc.files import sha256
-from plsc.models.preprocessing import ImageSize, check_square
+from plsc.models.preprocessing import ImageSize, check_square, size_text
 from plsc.text_files import text_lines
 
 ORDER = "left eye, right eye, nose, left and right corner of the mouth"
@@ -278,16 +278,22 @@ class AlignedImages(ImageDataset):
     """Faces of ``image_size``, cut out of ``pictures`` by the landmarks that ``locate`` finds.
 
     Args:
-        pictures: images at their stored size (``image_size=None``).
+        pictures: images at their stored size (``image_size=None``), which drawn ones do not have.
         locate: finds the landmarks of each.
-        image_size: side of the crops in pixels; :class:`UsageError` if it is a pair.
+        image_size: side of the crops in pixels.
+
+    Raises:
+        UsageError: ``pictures`` are of another size than the stored one, or ``image_size`` is a pair.
 
     Reading an image without a face raises :class:`DataError`.
     """
 
     def __init__(self, pictures: ImageDataset, locate: Locator, image_size: ImageSize) -> None:
         if pictures.image_size is not None:
-            raise ValueError("landmarks are pixels of the stored images: open the data set with image_size=None")
+            raise UsageError(
+                f"{pictures.source} gives images of {size_text(pictures.image_size)}, and landmarks are pixels of the "
+                "stored ones: name pictures in files, opened with image_size=None"
+            )
         side = check_square(image_size, "aligning faces")
         super().__init__(pictures.source, pictures.labels, pictures.class_names, side)
         self.skipped, self.empty_classes = pictures.skipped, pictures.empty_classes

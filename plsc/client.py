@@ -36,6 +36,7 @@ from plsc.client_values import (
     Scalar,
     Snapshot,
     Unchanged,
+    Vector,
     input_as_json,
     inputs_as_json,
     person_as_json,
@@ -65,6 +66,7 @@ __all__ = [
     "ServerError",
     "Snapshot",
     "Unchanged",
+    "Vector",
     "token_from",
 ]
 
@@ -92,7 +94,8 @@ class Client:
 
     - a picture: the path of a JPEG, PNG or WEBP file (``str`` or ``Path``), the file's bytes, a Pillow image, a uint8
       RGB array (H, W, 3), or a :class:`Picture`, which adds landmarks; or
-    - a vector: D numbers as an array (D,) or (1, D), or as a list.
+    - a vector: D numbers as an array (D,) or (1, D), or as a list; of another model than the server's own, in a
+      :class:`Vector`, which names it.
 
     A file that cannot be read is a :class:`plsc.errors.DataError`, anything else a :class:`plsc.errors.UsageError`.
 
@@ -306,9 +309,12 @@ class Client:
         body = {"a": input_as_json(a), "b": input_as_json(b)}
         return Comparison(**self._request("POST", "/v1/compare", body, repeatable=True))
 
-    def embeddings(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
-        """(n, D) float32 of pictures, as the model gives them: not normalised."""
-        body = {"inputs": inputs_as_json("inputs", inputs)}
+    def embeddings(self, inputs: Sequence[Input], *, collection: str | None = None) -> NDArray[np.float32]:
+        """(n, D) float32 of pictures, as the model gives them: not normalised.
+
+        The model is the server's own, or the one that ``collection`` is searched by.
+        """
+        body = {"inputs": inputs_as_json("inputs", inputs), "collection": collection}
         return np.asarray(
             self._request("POST", "/v1/embeddings", body, repeatable=True)["embeddings"], dtype=np.float32
         )
@@ -351,7 +357,9 @@ class Client:
         body = {"faces": inputs_as_json("faces", pictures)}
         return list(self._request("POST", path, body, repeatable=True)["faces"])
 
-    def migrate(self, collection: str, step: str, *, max_loss: float | None = None) -> dict[str, Any]:
+    def migrate(
+        self, collection: str, step: str, *, max_loss: float | None = None, threshold: float | None = None
+    ) -> dict[str, Any]:
         """Take a step of a move; returns how far it is, or what was found.
 
         "finish" returns the thresholds, and how many ``snapshots`` were taken before and may hold the former vectors.
@@ -360,10 +368,12 @@ class Client:
             collection: its name.
             step: "pause", "resume", "estimate", "judge", "cut-over", "roll-back", "finish" or "cancel".
             max_loss: for "cut-over", of the true accept rate; None: the server's 0.01.
+            threshold: for "cut-over", a cosine of the new model; None: the one that the judgement finds.
         """
         body = None
         if step == "cut-over":
-            body = {} if max_loss is None else {"max_loss": as_number(max_loss, "max_loss")}
+            given = {"max_loss": max_loss, "threshold": threshold}
+            body = {name: as_number(value, name) for name, value in given.items() if value is not None}
         return dict(self._request("POST", f"/v1/migrations/{_quoted(collection)}/{_quoted(step)}", body) or {})
 
     def _pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:

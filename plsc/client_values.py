@@ -44,7 +44,15 @@ class Picture:
     landmarks: Sequence[Sequence[float]] | None = None
 
 
-Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] | Picture"
+@dataclass(frozen=True)
+class Vector:
+    """A vector whose model ``contract_id`` names; the server refuses those of another model than the collection's."""
+
+    numbers: NDArray[Any] | Sequence[float]
+    contract_id: str
+
+
+Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] | Picture | Vector"
 
 
 @dataclass(frozen=True)
@@ -149,12 +157,13 @@ def input_as_json(item: Input) -> dict[str, Any]:
     picture = _picture(item)
     if picture is not None:
         return {"image": base64.b64encode(picture).decode()}
-    return {"vector_b64": base64.b64encode(_vector(item).tobytes()).decode()}
+    numbers, of_model = (item.numbers, {"contract_id": item.contract_id}) if isinstance(item, Vector) else (item, {})
+    return {"vector_b64": base64.b64encode(_vector(numbers).tobytes()).decode(), **of_model}
 
 
 def inputs_as_json(name: str, items: Sequence[Input]) -> list[dict[str, Any]]:
     """Several inputs, as :func:`input_as_json`; ``name`` is theirs in the error for what is no list."""
-    if isinstance(items, str | Path | bytes | Picture) or not isinstance(items, Sequence | np.ndarray):
+    if isinstance(items, str | Path | bytes | Picture | Vector) or not isinstance(items, Sequence | np.ndarray):
         raise UsageError(f"{name} are several: give a list, such as [{items!r:.80}]")
     return [input_as_json(item) for item in items]
 

@@ -98,7 +98,10 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed while they wrote ``path`` have left: ``.NAME.PID.tmp`` beside it."""
+    """Remove what processes that were killed while they wrote ``path``, or ``path.*``, have left beside it.
+
+    These are ``.NAME.PID.tmp`` and ``.NAME.….PID.tmp``. One of a process that is running stays.
+    """
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         process = leftover.name.removesuffix(".tmp").rpartition(".")[2]
         # A process of our own number is an earlier one: in a container each has the same.

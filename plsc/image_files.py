@@ -62,10 +62,14 @@ class TooLargeError(DataError):
 
 
 class Shrunk(NamedTuple):
-    """An image, uint8 (H, W, 3), whose sides were divided by ``divisor``: 1, 2, 4 or 8, rounded up."""
+    """An image, uint8 (H, W, 3), whose sides were divided by ``divisor``: 1, 2, 4 or 8, rounded up.
+
+    Pixel (x, y) of the file's picture lies in pixel ((x + shift[0]) // divisor, (y + shift[1]) // divisor).
+    """
 
     pixels: Pixels
     divisor: int
+    shift: tuple[int, int] = (0, 0)
 
 
 @cache
@@ -141,9 +145,10 @@ def decode_shrunk(
 
     try:
         with open_header(data, formats) as image:
-            divisor = _shrink(image, name, max_pixels, max_jpeg_pixels)
+            size, divisor = image.size, _shrink(image, name, max_pixels, max_jpeg_pixels)
             check_scans(data, name)
-            return Shrunk(to_rgb(image, jpeg_exif(data)), divisor)
+            exif = jpeg_exif(data)
+            return Shrunk(to_rgb(image, exif), divisor, _shift(size, divisor, exif_orientation(exif or b"")))
     except Image.DecompressionBombError:
         raise TooLargeError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
     except DataError:
@@ -165,6 +170,12 @@ def _shrink(image: Any, name: str, max_pixels: int, max_jpeg_pixels: int) -> int
             return divisor
     check_pixels(width, height, name, max_pixels)
     return 1
+
+
+def _shift(size: tuple[int, int], divisor: int, orientation: int) -> tuple[int, int]:
+    """:attr:`Shrunk.shift`: rounding up adds to the file's right and lower side, which turning may put first."""
+    width, height = size if orientation < 5 else size[::-1]
+    return -width % divisor * (orientation in (2, 3, 6, 7)), -height % divisor * (orientation in (3, 4, 7, 8))
 
 
 def check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:

@@ -81,6 +81,15 @@ def test_a_micro_batch_visits_the_classes_of_its_own_samples():
     assert run.updated_rows == pytest.approx(len(torch.cat(micro_batches).unique()), rel=0.05)
 
 
+def test_each_micro_batch_waits_for_the_second_pass():
+    """Its embeddings do, gathered in bfloat16, and the int64 numbers of its sampled classes."""
+    head = {"weight_dtype": "bfloat16", "momentum_dtype": "int8", "sample_rate": 0.1}
+    configs = (settings(head=head, optim={"accumulate": count}) for count in (2, 3))
+    runs = (PlanConfig(config, 100_000, world=8, per_node=8, head_ranks=4) for config in configs)
+    two, three = (estimate(run, CARD).memory.phases["head, first pass"] for run in runs)
+    assert three - two == 4 * 32 * 512 * 2 + 100_000 // 4 // 10 * 8
+
+
 def test_a_row_takes_its_state_and_its_norm():
     rows = {("float32", "float32"): 4096, ("bfloat16", "bfloat16"): 2048, ("bfloat16", "int8"): 1540}
     rows |= {("bfloat16", "none"): 1024}

@@ -179,6 +179,8 @@ def _check_two(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name}: raw-pixels has no gallery to search; give a model")
     if args.model is not None:
         raise UsageError(f"--old and --new take the place of MODEL; leave {args.model} out")
+    if args.pairs and args.flip == "auto":
+        raise UsageError("--old and --new with --pairs: say --flip no, or --flip yes for sets of `plsc embed --flip`")
     for name in ("probe", "ijb", "plot", "histogram", "calibration", "groups"):
         if getattr(args, name):
             raise UsageError(f"--{name} is an option for one model, and --old and --new are two; leave it out")

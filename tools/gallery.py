@@ -108,7 +108,9 @@ def _configure_migrate(actions: Any) -> None:
     add("--thumbnails", type=Path, metavar="DIR", help="of plsc serve --thumbnails, with the kept pictures")
     add("--flip", action="store_true", help="as in plsc serve --flip")
     add("--adapter", action="store_true", help="estimate vectors of faces of which no picture is kept")
-    add("--threshold", type=float, metavar="T", help="the service's, to judge by (that of a false-match rate of 1e-3)")
+    cosine = number(float, lambda value: -1 <= value <= 1, "a cosine lies between -1 and 1")
+    add("--threshold", type=cosine, metavar="T", help="the service's, to judge by (that of a false-match rate of 1e-3)")
+    add("--new-threshold", type=cosine, metavar="T", help="the new model's (found by judging, of the same rate)")
     at_most = number(float, lambda value: 0 <= value <= 1, "it lies between 0 and 1")
     text = f"of the true accept rate, for --cut-over ({MAX_LOSS})"
     add("--max-loss", type=at_most, default=MAX_LOSS, metavar="L", help=text)
@@ -301,6 +303,7 @@ def _migrate(args: argparse.Namespace) -> dict[str, Any]:
     name, folder = args.collection, store_folder(args.store)
     with _opened(args) as store:
         store.collection(name)  # before a model is read
+        _delete_expired(store, args)  # who would be counted among those that lack a vector
         if args.step is None:
             from plsc.embedding.embedder import open_embedder
 
@@ -309,9 +312,10 @@ def _migrate(args: argparse.Namespace) -> dict[str, Any]:
             options = {"flip": args.flip, "thumbnails": own, "adapter": args.adapter}
             done = offline.fill(store, name, embedder, **options)
             return {"store": args.store, **done, **offline.tell_status(store, name)}
+        thresholds = {"threshold": args.threshold, "new_threshold": args.new_threshold}
         steps: dict[str, Any] = {
-            "report": lambda: offline.report(store, name, args.threshold, args.plot),
-            "cut-over": lambda: offline.cut_over(store, name, args.threshold, args.max_loss),
+            "report": lambda: offline.report(store, name, thresholds, args.plot),
+            "cut-over": lambda: offline.cut_over(store, name, thresholds, args.max_loss),
             "roll-back": lambda: vars(moving.roll_back(store, name)),
             "finish": lambda: offline.finish(store, name, folder),
             "cancel": lambda: offline.cancel(store, name),

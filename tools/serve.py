@@ -67,6 +67,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_provider_option(model)
     text = "to which collections may be moved (docs/migration.md)"
     model.add_argument("--next-model", metavar="FILE", help=text)
+    text = "of the next model (what the judgement of a move finds, until the next start)"
+    model.add_argument("--next-threshold", type=cosine, metavar="T", help=text)
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     add_detector_option(model, "find faces in pictures without landmarks")
     text = "enrol no picture whose quality is lower: sharpness=N, norm=N, or a package's own (none)"
@@ -180,6 +182,8 @@ def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "S
         raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
     pixels = max(int(args.max_megapixels * 1e6), 1)
     limits = Limits(image_pixels=pixels, jpeg_pixels=max(pixels, Limits.jpeg_pixels), **_given(args, Limits))
+    if args.next_threshold is not None and args.next_model is None:
+        raise UsageError("--next-threshold is of the next model; give --next-model FILE, or leave it out")
     threshold, rate = _judgement(args, calibration)
     in_folder = {"snapshots": "snapshots", "thumbnails": "thumbnails", "audit": "audit.jsonl"}
     own = {} if folder is None else {name: folder / file for name, file in in_folder.items()}
@@ -264,6 +268,8 @@ def _load(
     )
     try:
         _warn_of_several_models(store)
+        if next_embedder is not None and settings.next_threshold is None:
+            _warn_of_moved(store, contract_of(next_embedder, args.flip), args.next_model)
         service = Service(embedder, store, settings, metrics, detector, next_embedder)
     except BaseException:
         store.close()
@@ -279,6 +285,15 @@ def _warn_of_several_models(store: "Store") -> None:
     if names:
         shown = f"{names[0]} and {len(names) - 1} more collections" if len(names) > 1 else names[0]
         note(f"warning: several models enrolled into {shown}, whose scores differ: take the threshold for both")
+
+
+def _warn_of_moved(store: "Store", contract_id: str, model: str) -> None:
+    for info in store.collections():
+        if info.contract_id == contract_id and store.spaces(info.name)[1] is None:
+            note(
+                f"warning: {info.name} holds vectors of the next model, whose threshold is not known here: start with "
+                f"--model {model} --threshold T, which the answer to finish named, or with --next-threshold T"
+            )
 
 
 def _embed_blank(embedder: "Embedder") -> None:

@@ -215,7 +215,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
             raise
         if is_reporting_rank(mesh):
             report_and_end(failure, report)
-        end_after_reporter(failure.exit_code)
+        end_after_reporter(failure)
     if not mesh.is_main:
         return None
     show(*closing_lines(out, result))

@@ -42,6 +42,8 @@ _SCAN_ROWS, _SCAN_DIM, _SCAN_QUERIES, _SCAN_K = 3000, 96, 9, 10
 _ADVICE = (
     "send this report; until then PLSC_HEAD_BACKEND=torch, or PLSC_NATIVE=0 on a CPU, computes without these kernels"
 )
+_SCAN_ADVICE = "send this report; until then PLSC_NATIVE=0 searches without these kernels"
+_TORCH_SCAN_ADVICE = "send this report; until then search in a precision that it does not name"
 
 
 def chosen(device: torch.device) -> list[Line]:
@@ -216,7 +218,7 @@ def scans(device: torch.device, tick: Tick) -> list[Line]:
             problem = build.why_no_library("scan_kernels")
             name = f"scan compiled for {path}"
             advice = "repair the compiler, or set PLSC_NATIVE=0"
-            lines.append(_scan_line(name, "cpu") if problem is None else failed(name, problem, advice))
+            lines.append(_scan_line(name, "cpu", _SCAN_ADVICE) if problem is None else failed(name, problem, advice))
     if not lines:
         lines.append(_scan_line("scan by torch", "cpu"))
     if device.type == "cuda":
@@ -225,7 +227,7 @@ def scans(device: torch.device, tick: Tick) -> list[Line]:
     return lines
 
 
-def _scan_line(name: str, device: str) -> Line:
+def _scan_line(name: str, device: str, advice: str = _TORCH_SCAN_ADVICE) -> Line:
     generator = np.random.default_rng(0)
     vectors = generator.standard_normal((_SCAN_ROWS, _SCAN_DIM), dtype=np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True) * np.float32(1.001)
@@ -239,13 +241,14 @@ def _scan_line(name: str, device: str) -> Line:
             for kind, mask in (("all rows", None), ("a half of the rows", allowed)):
                 scores, rows = scan.search(queries, _SCAN_K, allowed=mask)
                 want_scores, want_rows = _float64_ranking(vectors, queries, mask)
-                worst = max(worst, float(np.abs(scores - want_scores).max()))
-                if not np.array_equal(rows, want_rows) or not worst < 1e-6:
+                error = float(np.abs(scores - want_scores).max())
+                worst = max(worst, error)
+                if not np.array_equal(rows, want_rows) or not error < 1e-6:
                     wrong.append(f"{precision}, {kind}")
     except Exception as error:  # whatever a kernel raises is its line
-        return failed(name, f"{type(error).__name__}: {first_line(error)}", _ADVICE)
+        return failed(name, f"{type(error).__name__}: {first_line(error)}", advice)
     if wrong:
-        return failed(name, f"not the float64 ranking: {'; '.join(wrong)}", _ADVICE, largest_error=worst)
+        return failed(name, f"not the float64 ranking: {'; '.join(wrong)}", advice, largest_error=worst)
     text = f"the float64 ranking, {', '.join(products)}; scores off by {worst:.0e} at most"
     return found(name, text, largest_error=worst, products=products)
 

@@ -111,10 +111,10 @@ def operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
     """Find the lowest score of ``roc`` at which at most ``fmr`` of its different pairs match.
 
     Returns:
-        It and its rates; None where fewer than ten different pairs may match.
+        It and its rates; None where fewer than ten different pairs may match, or there is no same pair.
     """
     allowed = allowed_impostors(roc, fmr)
-    if allowed < MINIMUM_IMPOSTORS:
+    if allowed < MINIMUM_IMPOSTORS or not roc.genuine_pairs:
         return None
     reached = int(np.searchsorted(roc.impostors, allowed, side="right"))
     if not reached:  # more impostors than allowed tie at the very top: no score keeps them out

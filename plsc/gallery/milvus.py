@@ -117,7 +117,9 @@ class MilvusStore(Store):
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         with self._changing(collection) as rows:
-            return change.work(rows, change.check(rows.info, None))
+            result = change.work(rows, change.check(rows.info, None))
+            rows.save_contract()
+            return result
 
     @contextmanager
     def _changing(self, name: str) -> Iterator[MilvusRows]:

@@ -176,7 +176,8 @@ class MilvusRows(Rows):
             self._server.write(self.entry.persons, persons)
 
         after = self.entry.with_counts(len(persons), len(faces))
-        after = replace(after, next_id=after.next_id + len(persons) + len(faces))
+        info = replace(after.info, contract_id=self.info.contract_id)
+        after = replace(after, info=info, next_id=after.next_id + len(persons) + len(faces))
         self._run({"do": "add", "first": self.entry.next_id}, change, after)
 
     def _delete(self, after: RegistryEntry, intent: dict[str, Any]) -> None:
@@ -192,7 +193,8 @@ class MilvusRows(Rows):
         begun.save()
         try:
             change()
-            MilvusRows(self._server, after).save()
+            self.entry = after
+            self.save()
         except StorageError:
             with suppress(StorageError):
                 begun.resolved()
@@ -207,10 +209,14 @@ class MilvusRows(Rows):
         self._server.write(self.entry.persons, [person_row(person)])
 
     def set_contract(self, contract_id: str) -> None:
-        """Store ``contract_id`` as the collection's."""
+        """Have the next insertion's entry, or that of :meth:`save_contract`, hold ``contract_id``."""
         self.info = replace(self.info, contract_id=contract_id)
-        self.entry = replace(self.entry, info=self.info)
-        self.save()
+
+    def save_contract(self) -> None:
+        """Write a contract id that came without an insertion: one that fails must not leave it behind."""
+        if self.info.contract_id != self.entry.info.contract_id:
+            self.entry = replace(self.entry, info=self.info)
+            self.save()
 
     def save(self) -> None:
         """Write the entry to the registry."""

@@ -1,9 +1,10 @@
 """The gallery in Postgres with pgvector: several services may share one, and Postgres' backups and replicas serve it.
 
-Four tables: ``plsc_collections`` (with the next id and the counts), ``plsc_persons`` (metadata as jsonb),
-``plsc_faces`` (vectors) and ``plsc_idempotency`` (answers to requests with an Idempotency-Key). Every change is one
-transaction that locks its collection's row, so writers of a collection take turns, in whatever process they are; what
-is acknowledged is committed, and every later statement sees it.
+The tables: ``plsc_collections`` (with the next id and the counts), ``plsc_persons`` (metadata as jsonb),
+``plsc_faces`` (vectors), ``plsc_idempotency`` (answers to requests with an Idempotency-Key), and, for moves to another
+model, ``plsc_migrations`` and ``plsc_second_vectors``. Every change is one transaction that locks its collection's row,
+so writers of a collection take turns, in whatever process they are; what is acknowledged is committed, and every later
+statement sees it.
 
 The search is exact, a scan in the database: recall 1, dims up to pgvector's 16,000, and time in proportion to the faces
 of the collection. :meth:`PostgresStore.compact` rewrites the tables without what was deleted; Postgres' own log and

@@ -280,6 +280,11 @@ class PostgresRows(Rows):
         )
         return {face: SecondVector(np.array(vector, dtype=np.float32), estimate) for face, vector, estimate in rows}
 
+    def estimated_faces(self, persons: Sequence[Person]) -> set[int]:
+        """Return the faces of ``persons`` whose searched vectors are estimates."""
+        text = "SELECT id FROM plsc_faces WHERE collection = %s AND person = ANY(%s::bigint[]) AND is_estimated"
+        return {row[0] for row in self._connection.execute(text, [self.key, [person.id for person in persons]])}
+
     def count_second(self) -> tuple[int, int]:
         """Return how many faces have no vector in the second space, and how many an estimate."""
         lacking, estimated = self._connection.execute(

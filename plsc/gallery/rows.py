@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from plsc.embedding.contracts import joined
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
@@ -114,6 +115,10 @@ class Rows(ABC):
         """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
         raise NotImplementedError
 
+    def estimated_faces(self, persons: Sequence[Person]) -> set[int]:
+        """Return the faces of ``persons`` whose searched vectors are estimates."""
+        raise NotImplementedError
+
     def count_second(self) -> tuple[int, int]:
         """Return how many faces have no vector in the second space, and how many an estimate."""
         raise NotImplementedError
@@ -159,6 +164,16 @@ class Rows(ABC):
             after = persons[-1].id
 
     # --- changes made of them ---
+
+    def admit(self, contract_id: str, compatible_with: Sequence[str]) -> None:
+        """Have the collection's contract id name a model; see :meth:`plsc.gallery.store.Store.admit_model`."""
+        validation.check_contract(self.info, contract_id, compatible_with)
+        space = joined(self.info.contract_id, contract_id)
+        if space != self.info.contract_id:
+            if self.migration is not None:
+                raise ConflictError(f"{self.info.name} is being moved to another model: finish that, or cancel it")
+            validation.check_collection(self.info.name, self.info.dim, space)
+            self.set_contract(space)
 
     def enrol(self, persons: Sequence[ValidPerson]) -> list[Person]:
         """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
@@ -239,9 +254,11 @@ class Change(Generic[_T]):
             ``checked``. It is called again if the collection's model is another by the time of the transaction.
         idempotent: its answer is stored with the change.
         deleting: it may use the space that is kept back on a full disk.
+        fills: it puts vectors into the second space of faces that are there, and never while that is exchanged.
     """
 
     work: Callable[[Rows, Any], _T]
     check: Callable[[Collection, Migration | None], Any] = lambda info, migration: None
     idempotent: IdempotentRequest | None = None
     deleting: bool = False
+    fills: bool = False

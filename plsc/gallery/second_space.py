@@ -13,7 +13,7 @@ A collection moves in these steps, of which each is one transaction (plsc.galler
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -77,11 +77,17 @@ class SecondSpaces(ABC):
 
         return self._change(collection, Change(work, check))
 
-    def set_migration_details(self, collection: str, details: Mapping[str, Any]) -> Migration:
-        """Store ``details`` (JSON) with a migration, in place of the former ones of the same names."""
+    def set_migration_details(
+        self, collection: str, details: Mapping[str, Any], contract_ids: Sequence[str] | None = None
+    ) -> Migration:
+        """Store ``details`` (JSON) with a migration, in place of the former ones of the same names.
+
+        With ``contract_ids`` of the searched space and the second one: :class:`ConflictError` if they are others now.
+        """
 
         def work(rows: Rows, _: object) -> Migration:
             migration = _migrating(rows)
+            _check_contracts(rows, contract_ids)
             changed = replace(migration, details={**migration.details, **details})
             rows.update_migration(changed)
             return changed
@@ -110,19 +116,23 @@ class SecondSpaces(ABC):
             (person, tuple(face for face in person.faces if face not in found or face in lacks)) for person in persons
         ]
 
-    def face_vectors(self, collection: str, person: int, contract_id: str | None = None) -> dict[int, FaceVectors]:
+    def face_vectors(
+        self, collection: str, person: int, contract_ids: Sequence[str] | None = None
+    ) -> dict[int, FaceVectors]:
         """Return {face: its vectors in both spaces} of a person, as of one moment.
 
-        With ``contract_id`` the searched ones are of that model: else a :class:`ConflictError` says that the collection
-        was moved meanwhile.
+        With ``contract_ids`` of the searched space and the second one: :class:`ConflictError` if they are others now.
         """
         with self._reading(collection) as rows:
             _migrating(rows)
-            if contract_id is not None:
-                validation.check_contract(rows.current, contract_id)
+            _check_contracts(rows, contract_ids)
             found = rows.require(person)
             searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
-        both = {face: FaceVectors(vector, second.get(face)) for face, vector in zip(found.faces, searched, strict=True)}
+            estimated = rows.estimated_faces([found])
+        both = {
+            face: FaceVectors(vector, second.get(face), face in estimated)
+            for face, vector in zip(found.faces, searched, strict=True)
+        }
         # Zeros are of a face whose key was erased meanwhile: it is deleted.
         return {
             face: one
@@ -149,7 +159,7 @@ class SecondSpaces(ABC):
         Persons and faces that are gone are passed over, and with ``estimated`` faces that have a vector of their own.
 
         Raises:
-            ConflictError: the second space is not of ``contract_id``, as after a cut-over.
+            ConflictError: the second space is not of ``contract_id``, as after a cut-over; or it is being exchanged.
         """
 
         def check(_: Collection, migration: Migration | None) -> dict[int, dict[int, Any]]:
@@ -174,7 +184,7 @@ class SecondSpaces(ABC):
                 count += len(new)
             return count
 
-        return self._change(collection, Change(work, check))
+        return self._change(collection, Change(work, check, fills=True))
 
     def exchange_spaces(self, collection: str, contract_id: str) -> Collection:
         """Let searches read the second space, which is of ``contract_id``; the searched one becomes the second.
@@ -207,6 +217,23 @@ def _migrating(rows: Rows) -> Migration:
     if rows.migration is None:
         raise NotFoundError(f"{rows.info.name} is not being moved to another model; begin a migration")
     return rows.migration
+
+
+def _check_contracts(rows: Rows, contract_ids: Sequence[str] | None) -> None:
+    """:class:`ConflictError` unless the searched space and the second one are of these, as when somebody read them."""
+    if contract_ids is None:
+        return
+    searched, second = contract_ids
+    validation.check_contract(rows.current, searched)
+    if _migrating(rows).contract_id != second:
+        raise ConflictError(f"{rows.info.name} is being moved to another model since; look at its migration")
+
+
+def is_same_move(one: Migration | None, other: Migration | None) -> bool:
+    """True if both are the migration of one second space, whatever its details are."""
+    if one is None or other is None:
+        return one is other
+    return (one.contract_id, one.began) == (other.contract_id, other.began)
 
 
 def must_exchange(rows: Rows, contract_id: str) -> bool:

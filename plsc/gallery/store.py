@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
-from plsc.embedding.contracts import joined, may_search
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
@@ -155,18 +155,7 @@ class Store(SecondSpaces):
         Raises:
             ConflictError: the collection has vectors of a model that is not among them, or is being moved.
         """
-
-        def work(rows: Rows, _: object) -> None:
-            if not may_search(contract_id, compatible_with, rows.info.contract_id):
-                validation.check_contract(rows.info, contract_id)
-            space = joined(rows.info.contract_id, contract_id)
-            if space != rows.info.contract_id:
-                if rows.migration is not None:
-                    raise ConflictError(f"{collection} is being moved to another model: finish that, or cancel it")
-                validation.check_collection(collection, rows.info.dim, space)
-                rows.set_contract(space)
-
-        self._change(collection, Change(work))
+        self._change(collection, Change(lambda rows, _: rows.admit(contract_id, compatible_with)))
 
     @abstractmethod
     def delete_collection(self, name: str) -> None:
@@ -180,30 +169,45 @@ class Store(SecondSpaces):
         persons: Sequence[NewPerson],
         contract_id: str,
         *,
+        compatible_with: Sequence[str] = (),
         idempotent: IdempotentRequest | None = None,
     ) -> list[Person]:
-        """Enrol all of ``persons`` or none; ``contract_id`` is the one their vectors were made under."""
+        """Enrol all of ``persons`` or none; ``contract_id`` is the one their vectors were made under.
+
+        With ``compatible_with``, and if there is a vector, the same change admits the model (:meth:`admit_model`).
+        """
         self._refuse("idempotency keys", idempotent)
         for person in persons:
             self._refuse("external ids", person.external_id)
             self._refuse("expiry dates", person.expires)
 
         def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
-            return validation.check_persons(persons, contract_id, info, migration)
+            return validation.check_persons(persons, contract_id, info, migration, compatible_with)
 
-        return self._change(collection, Change(Rows.enrol, check, idempotent))
+        work = _naming(Rows.enrol, contract_id, compatible_with, [person.vectors for person in persons])
+        return self._change(collection, Change(work, check, idempotent))
 
     def put_person(
-        self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
+        self,
+        collection: str,
+        person: NewPerson,
+        contract_id: str,
+        *,
+        compatible_with: Sequence[str] = (),
+        precondition: Precondition | None = None,
     ) -> tuple[Person, bool]:
-        """Enrol ``person``, or replace all of the one with its external id; returns True beside a new one."""
+        """Enrol ``person``, or replace all of the one with its external id; returns True beside a new one.
+
+        ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
+        """
         validation.check_external_id(person.external_id)
         self._refuse("external ids", person.external_id)
 
         def check(info: Collection, migration: Migration | None) -> ValidPerson:
-            return validation.check_persons([person], contract_id, info, migration)[0]
+            return validation.check_persons([person], contract_id, info, migration, compatible_with)[0]
 
-        return self._change(collection, Change(lambda rows, checked: rows.put(checked, precondition), check))
+        work = _naming(lambda rows, new: rows.put(new, precondition), contract_id, compatible_with, [person.vectors])
+        return self._change(collection, Change(work, check))
 
     def person(self, collection: str, person: int) -> Person:
         """Return one person."""
@@ -267,26 +271,36 @@ class Store(SecondSpaces):
         contract_id: str,
         *,
         others: Mapping[str, npt.ArrayLike] = _NONE,
+        compatible_with: Sequence[str] = (),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
-        """Add faces (n, dim) to a person; returns their ids. ``others`` as in :class:`NewPerson`."""
+        """Add faces (n, dim) to a person; returns their ids. ``others`` as in :class:`NewPerson`.
+
+        ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
+        """
         self._refuse("idempotency keys", idempotent)
 
         def check(info: Collection, migration: Migration | None) -> tuple[Float32, Float32 | None]:
-            return validation.check_vectors(vectors, contract_id, others, info, migration)
+            return validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)
 
-        return self._change(
-            collection, Change(lambda rows, checked: rows.add_faces(person, *checked), check, idempotent)
-        )
+        work = _naming(lambda rows, new: rows.add_faces(person, *new), contract_id, compatible_with, [vectors])
+        return self._change(collection, Change(work, check, idempotent))
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete one face of a person."""
         self._refuse("revisions", precondition)
         self._change(collection, Change(lambda rows, _: rows.delete_face(person, face, precondition), deleting=True))
 
-    def vectors(self, collection: str, person: int) -> Float32:
-        """Return the stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``."""
+    def vectors(self, collection: str, person: int, contract_id: str | None = None) -> Float32:
+        """Return the stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``.
+
+        With ``contract_id`` of the collection as it was: :class:`ConflictError` if it is another now, after a cut-over.
+        """
         with self._reading(collection) as rows:
+            if contract_id not in (None, rows.current.contract_id):
+                raise ConflictError(
+                    f"{collection} is of another model since: {rows.current.contract_id}; read it again"
+                )
             found = rows.require(person)
             return rows.vectors_of([found])[found.id]
 
@@ -387,6 +401,19 @@ class Store(SecondSpaces):
     @abstractmethod
     def close(self) -> None:
         """Finish running work and release the store."""
+
+
+def _naming(
+    work: Callable[[Rows, Any], _T], contract_id: str, compatible_with: Sequence[str], added: Sequence[npt.ArrayLike]
+) -> Callable[[Rows, Any], _T]:
+    """Return ``work``, before which a model that is compatible with the collection's is admitted if it adds vectors."""
+
+    def admit_and_work(rows: Rows, checked: Any) -> _T:
+        if compatible_with and any(np.asarray(vectors).size for vectors in added):
+            rows.admit(contract_id, compatible_with)
+        return work(rows, checked)
+
+    return admit_and_work
 
 
 def _check_filter(filter: Filter | None) -> None:

@@ -77,11 +77,13 @@ class ThumbnailStore:
         contract_id: str,
         crops: Sequence[Sequence[Crop]],
         *,
+        compatible_with: Sequence[str] = (),
         idempotent: IdempotentRequest | None = None,
     ) -> list[Person]:
         """Enrol ``persons``; ``crops`` holds uint8 (3, S, S) for each face of each, None where there is no image."""
         with self._lock:
-            added = self._store.add_persons(collection, persons, contract_id, idempotent=idempotent)
+            options: dict[str, Any] = {"compatible_with": compatible_with, "idempotent": idempotent}
+            added = self._store.add_persons(collection, persons, contract_id, **options)
             for person, own in zip(added, crops, strict=True):
                 self._write(collection, person.id, person.faces, own)
         return added
@@ -93,6 +95,7 @@ class ThumbnailStore:
         contract_id: str,
         crops: Sequence[Crop],
         *,
+        compatible_with: Sequence[str] = (),
         precondition: Precondition | None = None,
     ) -> tuple[Person, bool]:
         """Enrol ``person``, or replace the one with its external id; returns True beside one that is new."""
@@ -106,8 +109,9 @@ class ThumbnailStore:
                     paths = self._paths(collection, former.id, former.faces)
                     removed = {path: path.read_bytes() for path in paths if path.is_file()}
                     _remove(paths)
+            options: dict[str, Any] = {"compatible_with": compatible_with, "precondition": precondition}
             try:
-                put, is_new = self._store.put_person(collection, person, contract_id, precondition=precondition)
+                put, is_new = self._store.put_person(collection, person, contract_id, **options)
             except BaseException:  # refused, or the disk is full: the person is as before
                 for path, content in removed.items():
                     _write_file(path, content)
@@ -123,13 +127,14 @@ class ThumbnailStore:
         contract_id: str,
         crops: Sequence[Crop],
         *,
+        compatible_with: Sequence[str] = (),
         others: Mapping[str, npt.ArrayLike] = MappingProxyType({}),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
         with self._lock:
-            options: dict[str, Any] = {"others": others, "idempotent": idempotent}
-            faces = self._store.add_faces(collection, person, vectors, contract_id, **options)
+            options: dict[str, Any] = {"compatible_with": compatible_with, "idempotent": idempotent}
+            faces = self._store.add_faces(collection, person, vectors, contract_id, others=others, **options)
             self._write(collection, person, faces, crops)
         return faces
 

@@ -71,7 +71,7 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
     """Write a collection as the new embedding set ``folder``.
 
     Raises:
-        ConflictError: ``folder`` exists.
+        ConflictError: ``folder`` exists, or the collection was cut over to another model meanwhile.
         NotFoundError: there is no such collection.
         DataError: the collection changed meanwhile.
         StorageError: there is no room. After any of them nothing is left of the set.
@@ -93,7 +93,7 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
             writer.begin()
             names: dict[str, None] = {}
             progress = Progress("export", rows, "faces", quiet=quiet)
-            _write_shards(writer, _exported_rows(store, collection, target / PERSONS, names, progress))
+            _write_shards(writer, _exported_rows(store, info, target / PERSONS, names, progress))
             progress.finish()
             origin = {"collection": collection, "persons": len(names)}
             writer.origin["gallery"] = {**origin, "files": describe_files(target, [PERSONS])}
@@ -104,14 +104,15 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
 
 
 def _exported_rows(
-    store: Store, collection: str, path: Path, names: dict[str, None], progress: Progress
+    store: Store, info: Collection, path: Path, names: dict[str, None], progress: Progress
 ) -> Iterator[tuple[Float32, int, int, str]]:
     """Yield (vector, face, label, key) of each face; write persons.jsonl, and add the classes to ``names``."""
+    collection = info.name
     with path.open("w", encoding="utf-8") as file:
         for person in all_persons(store, collection):
             line = {name: getattr(person, name) for name in _EXPORTED}
             file.write(json.dumps(line, allow_nan=False) + "\n")
-            vectors, label = store.vectors(collection, person.id), len(names)
+            vectors, label = store.vectors(collection, person.id, info.contract_id), len(names)
             if len(vectors) != len(person.faces):
                 raise DataError(f"person {person.id} changed while {collection} was exported; export it again")
             for face, vector in zip(person.faces, vectors, strict=True):
@@ -176,8 +177,6 @@ def import_set(
     source = embedding_set if isinstance(embedding_set, EmbeddingSet) else EmbeddingSet(embedding_set)
     source.verify()
     is_new = collection not in {info.name for info in store.collections()}
-    if not is_new and source.compatible_with:
-        store.admit_model(collection, source.contract_id, source.compatible_with)
     with _new_collection(store, collection, source.dim, source.contract_id) if is_new else nullcontext():
         return _import_rows(store, collection, source, quiet)
 
@@ -205,11 +204,11 @@ def _import_rows(store: Store, collection: str, source: EmbeddingSet, quiet: boo
         batch.append(person)
         size += 1 + count
         if size >= _IMPORT_BATCH_FACES:
-            store.add_persons(collection, batch, source.contract_id)
+            store.add_persons(collection, batch, source.contract_id, compatible_with=source.compatible_with)
             batch, size = [], 0
         persons, faces = persons + 1, faces + count
         progress.advance(count)
-    store.add_persons(collection, batch, source.contract_id)
+    store.add_persons(collection, batch, source.contract_id, compatible_with=source.compatible_with)
     progress.finish()
     return {"persons": persons, "faces": faces, "left_out": len(source) - faces}
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from plsc.embedding.contracts import is_of
+from plsc.embedding.contracts import may_search
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
 from plsc.gallery.values import KEEP, Collection, Float32, Migration, NewPerson, Person
 from plsc.index.rows import unit_vectors
@@ -97,11 +97,12 @@ def check_new(target: Path) -> None:
         raise ConflictError(f"{target} exists already; name a new folder")
 
 
-def check_contract(collection: Collection, contract_id: str) -> None:
-    """Raise :class:`ConflictError` unless ``contract_id`` is of models whose vectors the collection has."""
-    if contract_id != collection.contract_id and not is_of(contract_id, collection.contract_id):
+def check_contract(collection: Collection, contract_id: str, compatible_with: Sequence[str] = ()) -> None:
+    """Raise :class:`ConflictError` unless vectors of ``contract_id`` may be beside those of the collection."""
+    space = collection.contract_id
+    if contract_id != space and not may_search(contract_id, compatible_with, space):
         raise ConflictError(
-            f"collection {collection.name} holds embeddings of the contract {collection.contract_id}, not of "
+            f"collection {collection.name} holds embeddings of the contract {space}, not of "
             f"{ascii(contract_id)[:80]}; vectors of two models cannot be compared: use one model, or another collection"
         )
 
@@ -226,6 +227,7 @@ def check_vectors(
     others: Mapping[str, npt.ArrayLike],
     collection: Collection,
     migration: Migration | None,
+    compatible_with: Sequence[str] = (),
 ) -> tuple[Float32, Float32 | None]:
     """Return what a collection stores of vectors of the same faces by one or several models.
 
@@ -233,13 +235,14 @@ def check_vectors(
         vectors, contract_id: of the first model.
         others: vectors by other models, by contract id.
         collection, migration: the models that are wanted.
+        compatible_with: whose vectors those of the first model may be beside.
 
     Returns:
         The searched vectors (n, dim) and those in the second space, (n, other dim) or None, of unit length.
     """
     given = {**others, contract_id: vectors}
     searched = collection.contract_id if collection.contract_id in given else contract_id
-    check_contract(collection, searched)
+    check_contract(collection, searched, compatible_with)
     own = unit_vectors(given[searched], collection.dim)
     if migration is None or migration.contract_id not in given:
         return own, None
@@ -250,16 +253,20 @@ def check_vectors(
 
 
 def check_persons(
-    persons: Sequence[NewPerson], contract_id: str, collection: Collection, migration: Migration | None
+    persons: Sequence[NewPerson],
+    contract_id: str,
+    collection: Collection,
+    migration: Migration | None,
+    compatible_with: Sequence[str] = (),
 ) -> list[ValidPerson]:
     """Return ``persons`` ready to be stored; :class:`UsageError` names the first invalid one by its index."""
     if not persons:
-        check_contract(collection, contract_id)
+        check_contract(collection, contract_id, compatible_with)
     checked = []
     external_ids = set[str]()
     for index, person in enumerate(persons):
         try:
-            found = check_vectors(person.vectors, contract_id, person.others, collection, migration)
+            found = check_vectors(person.vectors, contract_id, person.others, collection, migration, compatible_with)
             checked.append(_check_person(person, *found))
             external_id = checked[-1].external_id
             if external_id in external_ids:

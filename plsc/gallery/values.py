@@ -67,10 +67,11 @@ class SecondVector(NamedTuple):
 
 
 class FaceVectors(NamedTuple):
-    """A face's searched vector (dim,), and the one in the second space if it has any."""
+    """A face's searched vector (dim,), that in the second space if any, and whether the searched one is estimated."""
 
     searched: Float32
     second: SecondVector | None
+    is_estimated: bool = False
 
 
 def totals(collections: Sequence[Collection]) -> dict[str, int]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import atomic_write, read_json, sync, write_json
+from plsc.files import atomic_write, read_json, remove_leftovers, sync, write_json
 from plsc.head.host_memory import Column
 
 FORMAT = 1
@@ -149,6 +149,7 @@ class UndoJournal:
         self.step: int | None = None
         self._descriptor, self._end = -1, 0
         self._kept = np.zeros(0, dtype=np.uint8)  # a bit for each row that the present journal holds
+        remove_leftovers(prefix)
         self.is_adopted = self._description.exists()
         if self.is_adopted:
             self._adopt()

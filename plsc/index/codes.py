@@ -99,7 +99,7 @@ def encode_into(codes: npt.NDArray[np.uint8], bounds: Float32, start: int, rows:
     """
     place, kernel = slice(start, start + len(rows)), load_scan()
     if kernel is None:
-        coded, bound = encode_rows(start, torch.from_numpy(rows))
+        coded, bound = encode_rows(start, torch.from_numpy(np.array(rows)))  # torch takes no read-only ones
         codes[place, : rows.shape[1]], bounds[:, place] = coded.numpy(), bound.numpy()
         return
     wrong = kernel.encode(rows, codes[place], bounds[:, place], (_SLACK, _CODING, _UNDERFLOW, _LEAST_STEP))

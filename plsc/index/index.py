@@ -235,6 +235,7 @@ class Index:
 
         Returns:
             min(k, N) neighbours each, best first: where an approximate structure finds fewer, the exact search answers.
+            Rows whose cosines float32 hardly tells apart are in no order; it may change after the first searches.
 
         Raises:
             UsageError: k < 1, another dimension, NaN, infinity or a zero vector.

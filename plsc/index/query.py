@@ -93,8 +93,9 @@ def search_service(client: "Client", collection: str, source: str | Path, k: int
         cannot be read, or is refused, has no matches and an "error".
 
     Raises:
-        UsageError: there is no such source, or the set is of another contract.
-        ServerError: the service cannot be reached, or refuses more than single queries.
+        UsageError: there is no such source.
+        ServerError: the service cannot be reached, or refuses more than single queries, as it does a set of another
+            model than the collection's.
     """
     answers, queries = [], _service_queries(client, source)
     while batch := list(islice(queries, REQUEST_QUERIES)):
@@ -159,14 +160,13 @@ _ServiceQuery = tuple[str, "Input | DataError"]  # its name, and what is sent or
 
 
 def _service_queries(client: "Client", source: str | Path) -> Iterator[_ServiceQuery]:
+    from plsc.client import Vector
     from plsc.embedding.sources import open_pictures
 
     if (Path(source) / MANIFEST).is_file():
         embedded = EmbeddingSet(source, verify=True)
-        served = client.info()["model"]
-        require_contract(embedded.contract_id, served["contract_id"], str(source), f"the service's {served['source']}")
         for shard in embedded:
-            yield from zip(shard.keys, shard.embeddings, strict=True)
+            yield from zip(shard.keys, (Vector(row, embedded.contract_id) for row in shard.embeddings), strict=True)
         return
     _require_source(source)
     images = open_pictures(source)  # in the size that they have: the service resizes

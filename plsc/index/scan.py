@@ -34,12 +34,14 @@ SCAN_FROM = 1 << 22  # numbers in the rows
 COPY_AFTER = 16  # queries that faiss answers before a copy is worth making
 _UNCOPIED_QUERIES = 64  # compared at once with a block of rows
 
-_RESULTS = 1 << 20  # rows returned by one pass of a backend, over all its queries
+_RESULTS = 1 << 20  # rows returned by one pass of a backend, over all its queries, and numbers in these
 _CANDIDATES = 1 << 22  # kept at once over all queries (native: by each thread)
 _SCORES = 1 << 22  # in one matrix product of the torch backend
 _ONE_THREAD_BELOW = 1 << 21  # multiplications; starting a second thread costs more than it saves
 _WHOLE_ROWS, _WHOLE_QUERIES = 32, 32  # that a product of bytes on a GPU takes at a time
+_EXACT_SUM = 2048  # products of 64 and 127 whose sum float32 holds: it stays below 2**24
 _BF16_ROUNDING = 2.0**-8  # relative, of a score that a bfloat16 product of torch returns
+_FACTORS_ROUNDING = 2.0**-6  # at least, relative, of float32 factors that torch rounds to bfloat16 or TF32
 
 
 class ExactScan:
@@ -109,16 +111,16 @@ class ExactScan:
             k' = min(k, number of rows allowed).
 
         Raises:
-            UsageError: k < 0, or arguments that do not fit the rows.
+            UsageError: k < 0, queries that are not finite, or arguments that do not fit the rows.
         """
         self._check(queries, k, allowed)
-        if allowed is not None and allowed.all():
-            allowed = None
+        if allowed is not None:
+            allowed = None if allowed.all() else np.ascontiguousarray(allowed)
         count = len(self) if allowed is None else int(np.count_nonzero(allowed))
         k = min(k, count)
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
-        step = max(1, _RESULTS // max(1, k))
+        step = max(1, _RESULTS // max(1, k, queries.shape[1]))
         for start in range(0, len(queries) if k else 0, step):
             part = slice(start, start + step)
             scores[part], rows[part] = self._scan.search(queries[part], k, allowed, count)
@@ -128,6 +130,8 @@ class ExactScan:
         dim = self._vectors.shape[1]
         if queries.ndim != 2 or queries.shape[1] != dim or queries.dtype != np.float32:
             raise UsageError(f"queries are {queries.dtype}{list(queries.shape)}; the scan takes float32 [Q, {dim}]")
+        if not np.isfinite(queries).all():
+            raise UsageError("a query holds NaN or infinity; the scan takes finite numbers")
         if k < 0:
             raise UsageError(f"k is {k}; it counts neighbours")
         if allowed is not None and (allowed.shape != (len(self),) or allowed.dtype != np.bool_):
@@ -223,6 +227,8 @@ class TorchScan:
         error = query_error(exact, rounded, self._copy.bounds)
         if rounded.dtype == torch.bfloat16:
             error = error + _BF16_ROUNDING * self._copy.bounds.longest * exact.norm(dim=1)
+        elif _rounds_float32(device):
+            error = error + _FACTORS_ROUNDING * self._copy.bounds.longest * exact.norm(dim=1)
         pool = _CandidatePool(k, 2 * error)
         mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(device)
         step = max(1, _SCORES // max(1, len(queries)))
@@ -239,24 +245,28 @@ class TorchScan:
         return torch.from_numpy(np.array(self._copy.vectors[start:stop], subok=False))
 
 
+def _rounds_float32(device: torch.device) -> bool:
+    """Whether torch's settings let it round float32 factors; pinning them would change them for other threads too."""
+    settings: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return settings.matmul.fp32_precision not in ("ieee", "none")
+
+
 class TorchCodeScan(TorchScan):
-    """The same by codes: ``torch._int_mm``, which multiplies bytes on CPUs and GPUs, by both digits of the queries."""
+    """The same by codes, which are multiplied by both digits of the queries."""
 
     def _shortlists(self, queries: Float32, k: int, allowed: Mask | None) -> list[Int64 | None]:
         copy, count, device = self._copy, len(self._copy.vectors), self._copy.device
         coded = codes.encode_queries(queries, copy.code_maxima)
-        padded = -(-2 * len(queries) // _WHOLE_QUERIES) * _WHOLE_QUERIES
-        digits = torch.zeros(padded, coded.digits.shape[2], dtype=torch.int8)
-        digits[: 2 * len(queries)] = torch.from_numpy(coded.digits).transpose(0, 1).flatten(0, 1)
-        digits = digits.to(device)
+        digits = torch.from_numpy(coded.digits).transpose(0, 1).flatten(0, 1).to(device)
         of_queries = (coded.steps, coded.lengths, coded.margin)
         steps, lengths, margin = (torch.from_numpy(part).to(device) for part in of_queries)
         mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(device)
         pool = _CandidatePool(k, margin)
-        step = max(1, _SCORES // len(digits) // _WHOLE_ROWS) * _WHOLE_ROWS
+        largest = len(digits) if digits.is_cuda else max(digits.shape)  # a CPU's product copies the rows as float32
+        step = max(1, _SCORES // largest // _WHOLE_ROWS) * _WHOLE_ROWS
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            high, low = torch._int_mm(digits, self._codes(start, start + step).T)[: 2 * len(queries)].float().chunk(2)
+            high, low = _multiply_bytes(digits, self._codes(start, start + step)).chunk(2)
             scale, residue = copy.code_bounds[:2, rows]
             slack = lengths[:, None] * residue
             scores = (128 * high + low)[:, : rows.stop - start] * steps[:, None] * scale + slack
@@ -273,6 +283,21 @@ class TorchCodeScan(TorchScan):
         return signed(torch.from_numpy(np.array(copy.codes.codes[start:stop], subok=False)))
 
 
+def _multiply_bytes(digits: Tensor, codes: Tensor) -> Tensor:
+    """``digits @ codes.T`` of int8 numbers, up to 64 and 127, in float32: the exact sums, rounded once.
+
+    A CPU multiplies them as float32 numbers, which also torch's faster settings leave as they are, for 127 has 7 bits.
+    ``torch._int_mm`` is wrong on CPUs without VNNI: it adds pairs of products in 16 bits, and saturates.
+    """
+    if digits.is_cuda:
+        padded = torch.nn.functional.pad(digits, (0, 0, 0, -len(digits) % _WHOLE_QUERIES))
+        return torch._int_mm(padded, codes.T)[: len(digits)].float()
+    total = torch.zeros(len(digits), len(codes), dtype=torch.int32)
+    for part, others in zip(digits.split(_EXACT_SUM, dim=1), codes.split(_EXACT_SUM, dim=1), strict=True):
+        total += (part.float() @ others.float().T).int()
+    return total.float()
+
+
 class _CandidatePool:
     """Collects, chunk by chunk of the rows, those that may still be among the best ``k`` of each query."""
 
@@ -284,7 +309,8 @@ class _CandidatePool:
         self._rows: list[Tensor] = []
         self._scores: list[Tensor] = []
         # Queries with too many candidates: theirs are dropped, and the caller scores every row in float64 instead.
-        self._crowded = torch.zeros(len(margin), dtype=torch.bool, device=margin.device)
+        # The same where the margin overflowed, or is no number: then scores may be none.
+        self._crowded = ~(margin < torch.inf)
 
     def add(self, start: int, scores: Tensor, lowest: Tensor | None = None) -> None:
         """Take the rows from ``start`` on.
@@ -381,6 +407,9 @@ class ExactSearch:
 
     The copy of 100,000 rows takes 0.2 s, as long as faiss needs for ten single queries. So faiss answers all queries
     for up to 8,192 rows of 512 numbers and where no compiler is installed, and otherwise the first 16.
+
+    faiss ranks by float32 scores: rows whose cosines differ by less than about D·2⁻²² are in no order, equal ones
+    too, and any of them may be the last of the k. The scan's answers are the float64 ranking.
     """
 
     def __init__(self, vectors: Float32, *, may_copy: bool = True) -> None:

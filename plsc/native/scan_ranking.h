@@ -157,18 +157,16 @@ public:
         for (int64_t q; (q = common.next_query.fetch_add(1)) < search.query_count;) {
             for (int64_t d = 0; d < search.dim; d++) query[d] = search.queries[q * search.stride + d];
             ranked.clear();
-            if (scanners.empty() || common.crowded[q]) {
-                all_rows();
-            } else {
-                shortlisted(q);
-            }
+            // Where the margin overflowed, so may scores have done, and what is not a number was no candidate.
+            if (!scanners.empty() && !common.crowded[q] && search.margin[q] < kInfinity) shortlisted(q);
+            if (int64_t(ranked.size()) < search.k) all_rows();
             std::partial_sort(ranked.begin(), ranked.begin() + search.k, ranked.end());
             for (int64_t position = 0; position < search.k; position++) {
                 scores[q * search.k + position] = float(ranked[position].score);
                 rows[q * search.k + position] = ranked[position].row;
             }
-            common.ranked += int64_t(ranked.size());
         }
+        common.ranked += scored;
     }
 
 private:
@@ -181,6 +179,7 @@ private:
     std::vector<double> query;
     std::vector<Ranked> ranked;
     Shortlist merged;
+    int64_t scored = 0;
 
     void shortlisted(int64_t q) {
         merged.entries.clear();
@@ -195,16 +194,22 @@ private:
     }
 
     void all_rows() {
+        ranked.clear();
+        const size_t limit = 2 * search.k + 64 * kReadRows;
         const int64_t together = search.index ? 1 : kReadRows;
         for (int64_t position = 0; position < search.count; position += together) {
             const int64_t here = std::min(together, search.count - position), first = search.row(position);
             const float* numbers = reader.read(first, here);
             for (int64_t r = 0; r < here; r++)
                 if (search.may_find(first + r)) score(first + r, numbers + r * search.dim);
+            if (ranked.size() < limit) continue;
+            std::nth_element(ranked.begin(), ranked.begin() + search.k, ranked.end());
+            ranked.resize(search.k);
         }
     }
 
     void score(int64_t row, const float* numbers) {
+        scored++;
         ranked.push_back({multiply_exactly(numbers, query.data(), search.dim), row});
     }
 };

@@ -4,8 +4,8 @@ It reads jobs from its standard input and writes pixels to its standard output, 
 opens no file. :class:`plsc.serve.decoding.DecodeProcess` is its other end.
 
   job     JOB: bytes of the name, bytes of the file; then both
-  answer  ANSWER: a status; for PIXELS what the sides were divided by, height and width, otherwise two zeros and the
-          bytes of a message; then the content
+  answer  ANSWER: a status; for PIXELS what the sides were divided by, the shift in x and y, height and width, otherwise
+          four zeros and the bytes of a message; then the content
 """
 
 import io
@@ -26,7 +26,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 JOB = struct.Struct("<II")
-ANSWER = struct.Struct("<BBII")
+ANSWER = struct.Struct("<BBBBII")
 READY, PIXELS, UNUSABLE, TOO_LARGE = range(4)
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF")
 _PIPE_BYTES = 1 << 20
@@ -37,7 +37,7 @@ _BYTES_PER_PIXEL = 32  # Pillow holds 4, a progressive JPEG's coefficients 6, an
 
 def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: int, cpu_seconds: int) -> None:
     """Decode until there are no more jobs."""
-    answers.write(ANSWER.pack(READY, 0, 0, 0))
+    answers.write(ANSWER.pack(READY, 0, 0, 0, 0, 0))
     answers.flush()
     while len(head := jobs.read(JOB.size)) == JOB.size:
         name_size, size = JOB.unpack(head)
@@ -48,11 +48,11 @@ def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: i
         except DataError as error:
             message = str(error).encode()
             status = TOO_LARGE if isinstance(error, TooLargeError) else UNUSABLE
-            answers.write(ANSWER.pack(status, 0, 0, len(message)))
+            answers.write(ANSWER.pack(status, 0, 0, 0, 0, len(message)))
             answers.write(message)
         else:
             height, width, _ = picture.pixels.shape
-            answers.write(ANSWER.pack(PIXELS, picture.divisor, height, width))
+            answers.write(ANSWER.pack(PIXELS, picture.divisor, *picture.shift, height, width))
             answers.write(picture.pixels.data)
             del picture  # before the next are decoded
         answers.flush()

@@ -144,10 +144,10 @@ class DecodeProcess:
         jobs.write(JOB.pack(len(encoded), len(data)) + encoded)
         jobs.write(data)
         jobs.flush()
-        status, divisor, first, second = ANSWER.unpack(self._read(ANSWER.size))
+        status, divisor, *shift, first, second = ANSWER.unpack(self._read(ANSWER.size))
         if status == PIXELS and first * second <= self._max_pixels:
             pixels = np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
-            return Shrunk(pixels, max(divisor, 1))
+            return Shrunk(pixels, max(divisor, 1), (shift[0], shift[1]))
         if status not in (UNUSABLE, TOO_LARGE) or second > len(name) + 1000:
             raise EOFError  # a picture that took the process over cannot make this one allocate more
         message = bytes(self._read(second)).decode(errors="replace")
@@ -200,10 +200,11 @@ def decode(
     check_format(data, name)
     size = contract.image_size
     try:
-        pixels, divisor = process.decode(data, name)
+        pixels, divisor, shift = process.decode(data, name)
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         if landmarks is not None:
-            points = (np.asarray(landmarks) + 0.5) / divisor - 0.5  # a pixel stands for divisor x divisor of the file's
+            # A pixel stands for divisor x divisor of the file's, around their middle.
+            points = (np.asarray(landmarks) + shift + 0.5) / divisor - 0.5
             return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name), ())
         if detector is not None:
             return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())

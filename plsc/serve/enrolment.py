@@ -56,25 +56,23 @@ async def enrol(
 async def _enrol(
     service: Service, spaces: Spaces, persons: Sequence[PersonBody], several: bool, on_known: OnKnown, claim: Claim
 ) -> Enrolled:
-    collection, contract_id = spaces.info.name, spaces.info.contract_id
     new, crops, warnings = await embed_persons(service, spaces, persons, several)
     async with _turn(service, spaces, on_known):
         known = await _find_known(service, spaces, new)
         if on_known == "refuse":
-            _refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
+            _refuse_known(spaces.info.name, known, _group_names(len(persons), several) if several else ["this face"])
         # What is kept of the answer: nothing of what the request says of persons, who may be deleted, and no name.
         kept = [None if who is None else (who.id, who.score) for who in known]
-        await service.admit(spaces)
         options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
         if on_known == "add" and (who := known[0]) is not None:
             request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)
-            faces = (collection, who.id, new[0].vectors, contract_id, crops[0])
-            await service.add(service.thumbnails.add_faces, *faces, others=new[0].others, idempotent=request)
-            person = await service.in_store(service.store.person, collection, who.id)
+            faces: dict[str, Any] = {"vectors": new[0].vectors, "others": new[0].others, "crops": crops[0]}
+            await service.enrol(service.thumbnails.add_faces, spaces, who.id, **faces, idempotent=request)
+            person = await service.in_store(service.store.person, spaces.info.name, who.id)
             return Enrolled([person], known, warnings, _ADDED_TO_KNOWN)
         request = claim.request(lambda added: [[(one.id, one.faces, one.created) for one in added], warnings, kept])
-        about = (collection, new, contract_id, crops)
-        added = await service.add(service.thumbnails.add_persons, *about, idempotent=request, **options)
+        change = service.thumbnails.add_persons
+        added = await service.enrol(change, spaces, new, crops=crops, idempotent=request, **options)
         return Enrolled(added, known, warnings, _CREATED)
 
 

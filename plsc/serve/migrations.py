@@ -1,11 +1,11 @@
 """Moving collections to the service's next model: a thread that fills their second spaces beside all other work."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from plsc.embedding.embedder import Embedder
-from plsc.errors import ConflictError, NotFoundError, PlscError
+from plsc.errors import ConflictError, NotFoundError, first_line
 from plsc.gallery.migration.filling import embed_with, fill_from_pictures
 from plsc.gallery.store import Store, collect_changes
 from plsc.gallery.thumbnails import ThumbnailStore
@@ -17,13 +17,13 @@ _RETRY_SECONDS = 30.0
 
 
 class Migrations:
-    """Embeds the kept pictures of collections that are moved to ``embedder``, until it is closed.
+    """Embeds the kept pictures of collections whose second space is of one of the service's models, until it is closed.
 
     Args:
         store: holds the collections.
         thumbnails: the kept pictures.
-        embedder: the next model.
-        contract_id: of its vectors.
+        embedders: the models by contract id: the next one, and for those who are enrolled without it after a cut-over
+            the service's own.
         flip: average over each picture and its mirror image.
         stored: called with a collection after every change.
     """
@@ -32,21 +32,23 @@ class Migrations:
         self,
         store: Store,
         thumbnails: ThumbnailStore,
-        embedder: Embedder,
-        contract_id: str,
+        embedders: Mapping[str, Embedder],
         *,
         flip: bool,
         stored: Callable[[str], None],
     ) -> None:
-        self._store, self._thumbnails, self._contract_id, self._stored = store, thumbnails, contract_id, stored
-        self._embed = embed_with(embedder, flip, lambda took: self._closing.wait(took * (1 / SHARE - 1)))
+        self._store, self._thumbnails, self._stored = store, thumbnails, stored
+        self._embed = {
+            contract_id: embed_with(embedder, flip, lambda took: self._closing.wait(took * (1 / SHARE - 1)))
+            for contract_id, embedder in embedders.items()
+        }
         self._closing, self._due = threading.Event(), threading.Event()
         self._due.set()
         self._thread = threading.Thread(target=self._run, name="gallery migration", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """Let the thread look at what there is to do."""
+    def wake(self, _: object = None) -> None:
+        """Let the thread look at what there is to do; also the callback of what brought it about."""
         self._due.set()
 
     def close(self) -> None:
@@ -68,28 +70,27 @@ class Migrations:
                     with suppress(NotFoundError, ConflictError):  # it was deleted, finished or cut over meanwhile
                         self._fill(info.name)
                 pause = _LOOK_SECONDS
-            except (PlscError, MemoryError) as error:
-                note(f"plsc serve: a migration is put off: {str(error) or type(error).__name__}")
+            except Exception as error:  # an engine raises every kind: torch.OutOfMemoryError is a RuntimeError
+                note(f"plsc serve: a migration is put off: {first_line(error)}")
                 pause = _RETRY_SECONDS
 
     def _fill(self, collection: str) -> None:
-        if self._goes_on(collection):
+        contract_id = self._filled_contract(collection)
+        if contract_id is not None:
             fill_from_pictures(
                 self._store,
                 collection,
-                self._embed,
+                self._embed[contract_id],
                 self._thumbnails.contents,
-                go_on=lambda: self._goes_on(collection),
+                go_on=lambda: self._filled_contract(collection) == contract_id,
                 quiet=True,
             )
             self._stored(collection)
 
-    def _goes_on(self, collection: str) -> bool:
+    def _filled_contract(self, collection: str) -> str | None:
+        """The contract of the second space that is to be filled here; None: it is not, or not now."""
         self._stored(collection)
         found = None if self._closing.is_set() else self._store.migration(collection)
-        return (
-            found is not None
-            and not found.is_cut_over
-            and not found.details.get("paused", False)
-            and found.contract_id == self._contract_id
-        )
+        if found is None or found.details.get("paused", False) or found.contract_id not in self._embed:
+            return None
+        return found.contract_id

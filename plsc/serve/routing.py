@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import orjson
 import pydantic_core
 from fastapi import Depends, Path, Request
 from fastapi.routing import APIRoute
@@ -24,6 +25,7 @@ from starlette.types import Scope
 from plsc.errors import quoted
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.access import Endpoint, Permission
+from plsc.serve.changes import REPLAYED
 from plsc.serve.errors import ApiError
 from plsc.serve.service import Lifecycle, Service
 
@@ -338,6 +340,32 @@ class BodyRoute(APIRoute):
             return await handle(_BodyRequest(request, upload))
 
         return handle_body
+
+
+class KeyedRoute(BodyRoute):
+    """A :class:`BodyRoute` whose POSTs honour an Idempotency-Key: the answer is stored, as it is, once it is there.
+
+    A kill between the two leaves what was done without an answer; routes that store it with the change claim keys
+    themselves.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, called for a key once."""
+        handle = super().get_route_handler()
+        upload: Upload | None = getattr(self.endpoint, "upload", None)
+
+        async def handle_once(request: Request) -> Response:
+            service = get_service(request.scope)
+            async with service.idempotency.claim(_BodyRequest(request, upload)) as claim:
+                if (stored := claim.stored) is not None:
+                    return Response(stored.body, stored.status, {REPLAYED: "true"}, "application/json")
+                response = await handle(request)
+                done = claim.request(orjson.Fragment, response.status_code)
+                if done is not None:
+                    await service.in_store(service.store.store_answer, done, bytes(response.body))
+                return response
+
+        return handle_once if self.methods == {"POST"} else handle
 
 
 def boundary_of(scope: Scope) -> bytes:

@@ -170,7 +170,10 @@ def exactly_one(*names: str, alone: dict[str, tuple[str, ...]] | None = None) ->
 _INPUT: dict[str, Any] = {
     "examples": [{"image": IMAGE}, {"vector": list(VECTOR)}],
     "oneOf": exactly_one(
-        "image", "vector", "vector_b64", alone=dict.fromkeys(("vector", "vector_b64"), ("landmarks",))
+        "image",
+        "vector",
+        "vector_b64",
+        alone={"image": ("contract_id",), **dict.fromkeys(("vector", "vector_b64"), ("landmarks",))},
     ),
 }
 
@@ -189,10 +192,14 @@ class Input(Body):
         description="Eyes, nose and mouth corners, [x, y] in pixels of the image, which is then aligned",
     )
     vector: Annotated[list[float], Field(json_schema_extra={"minItems": 1})] | None = Field(
-        None, fail_fast=True, description="An embedding of the service's model"
+        None, fail_fast=True, description="An embedding of the service's model, or of the one with `contract_id`"
     )
     vector_b64: Annotated[str, Field(json_schema_extra=_IN_BASE64)] | None = Field(
         None, description="The same as little-endian float32 in base64: a quarter of the bytes"
+    )
+
+    contract_id: str | None = Field(
+        None, description="The model of the vector: needed where a collection is searched by another than the service's"
     )
 
     @model_validator(mode="after")
@@ -201,6 +208,8 @@ class Input(Body):
             raise ValueError("an input has exactly one of image, vector and vector_b64")
         if self.landmarks is not None and self.image is None:
             raise ValueError("landmarks belong to an image")
+        if self.contract_id is not None and self.image is not None:
+            raise ValueError("contract_id belongs to a vector")
         return self
 
     def picture(self, name: str) -> bytes:

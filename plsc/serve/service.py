@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from plsc.embedding.contracts import is_of
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
-from plsc.errors import ConflictError, PlscError
+from plsc.errors import ConflictError, PlscError, quoted
 from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store, take_changes
@@ -100,7 +100,9 @@ class Service:
         if next_embedder is not None and self.next_contract_id is not None:
             self.embedders.setdefault(self.next_contract_id, next_embedder)
         self.models = Models(self.embedders, settings.flip)
-        self.thresholds: dict[str, float] = {}  # that moves found, by contract id
+        self.thresholds: dict[str, float] = {}  # of models that collections were moved to, by contract id
+        if self.next_contract_id is not None and settings.next_threshold is not None:
+            self.thresholds[self.next_contract_id] = settings.next_threshold
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
         kept = {"keep": settings.keep_thumbnails, "lossless": settings.keep_pictures}
@@ -114,17 +116,13 @@ class Service:
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
         self.migrations: Migrations | None = None
-        if next_embedder is not None and self.next_contract_id is not None:
+        if next_embedder is not None:
             self.migrations = Migrations(
-                store,
-                self.thumbnails,
-                next_embedder,
-                self.next_contract_id,
-                flip=settings.flip,
-                stored=self._audit_filling,
+                store, self.thumbnails, self.embedders, flip=settings.flip, stored=self._audit_filling
             )
         self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
         self._changers = Workers(range(CHANGE_THREADS), CHANGE_SHARE, "plsc-change")
+        self._movers = Workers(range(1), 1, "plsc-move")
         self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
         self._filtering = asyncio.Semaphore(MAX_FILTERED)
         self._filtering_of: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # by group
@@ -160,6 +158,11 @@ class Service:
         call = partial(contextvars.copy_context().run, function, *args, **keywords)
         return await self._in_thread(self._changers, call, current_owner())
 
+    async def move(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
+        """Call ``function``, a step of a collection's move that computes for long, one at a time beside all changes."""
+        call = partial(contextvars.copy_context().run, function, *args, **keywords)
+        return await self._in_thread(self._movers, call, current_owner())
+
     async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
         return await self.change(self.quotas.add, change, *args, **keywords)
@@ -178,17 +181,17 @@ class Service:
 
         Raises:
             ApiError: an input that cannot be used, by its name; 403 for vectors of a caller who may send none.
+            ConflictError: a vector of another model.
         """
         space, *further = contracts or [self.contract_id]
-        model = self._model_for(space)
-        dim = self.embedders[model].embedding_dim
-        vectors = [
-            None if item.image is not None else item.numbers(name, dim)
-            for item, name in zip(inputs, names, strict=True)
-        ]
-        images = [index for index, vector in enumerate(vectors) if vector is None]
+        model = self.model_for(space)
+        images = [index for index, item in enumerate(inputs) if item.image is not None]
         if len(images) < len(inputs):
             current_caller().require("vectors")
+        vectors = [
+            None if item.image is not None else self._numbers(item, name, space, model)
+            for item, name in zip(inputs, names, strict=True)
+        ]
         warnings: list[str] = []
         crops: list[torch.Tensor | None] = [None] * len(inputs)
         others: dict[str, Float32] = {}
@@ -198,16 +201,34 @@ class Service:
             embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, model)
             if len(images) == len(inputs):
                 others = {
-                    other: await self._embed_too(*about, decoded, model, self._model_for(other)) for other in further
+                    other: await self._embed_too(*about, decoded, model, self.model_for(other)) for other in further
                 }
+            elif further and self.migrations is not None:  # kept pictures are embedded again, once they are stored
+                cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(self.migrations.wake)
             for index, vector, image in zip(images, embedded, decoded, strict=True):
                 check_direction(vector, names[index])
                 vectors[index], crops[index] = vector, image.pixels
             if self.settings.items == PEOPLE:  # only pictures of faces have to be aligned crops
                 warnings = [warning for image in decoded for warning in image.warnings]
+        dim = self.embedders[model].embedding_dim
         return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops, others)
 
-    def _model_for(self, space: str) -> str:
+    def _numbers(self, item: Input, name: str, space: str, model: str) -> Float32:
+        """The vector of an input; :class:`ConflictError` where it is, or may be, of no model of those in ``space``."""
+        stated = item.contract_id
+        if stated is None and model != self.contract_id:
+            raise ConflictError(
+                f"{name}: the collection is searched by the model {model}, which is not the service's own; send "
+                "pictures, or state contract_id with the vector"
+            )
+        if stated is not None and stated != model and not is_of(stated, space):
+            raise ConflictError(
+                f"{name} is a vector of the model {quoted(stated)}, and those that it is for are of {space}; send the "
+                "picture, or a vector of that model"
+            )
+        return item.numbers(name, self.embedders[model].embedding_dim)
+
+    def model_for(self, space: str) -> str:
         """The contract id of the model that embeds for a collection that :meth:`require_collection` returned."""
         return space if space in self.embedders else self.models.searching(space) or self.contract_id
 
@@ -276,12 +297,18 @@ class Service:
             return space
         return self.models.searching(space) if spaces.migration is None else self.models.member(space)
 
-    async def admit(self, spaces: Spaces) -> None:
-        """Have a collection's contract id name the model whose vectors are about to come beside another's."""
-        space = spaces.info.contract_id
-        if (model := self._model_for(space)) != space and not is_of(model, space):
-            await self.change(self.store.admit_model, spaces.info.name, model, self.models.compatible_with(model))
-            self.forget(spaces.info.name)
+    async def enrol(self, change: Callable[..., Result], spaces: Spaces, *args: Any, **keywords: Any) -> Result:
+        """Call ``change``, which adds vectors to a collection, by :meth:`add`, with the id of the model that made them.
+
+        Where they come beside another model's, the collection's contract id names theirs from then on.
+        """
+        name, space = spaces.info.name, spaces.info.contract_id
+        if (model := self.model_for(space)) == space or is_of(model, space):
+            return await self.add(change, name, *args, contract_id=space, **keywords)
+        beside = {"contract_id": model, "compatible_with": self.models.compatible_with(model)}
+        added = await self.add(change, name, *args, **beside, **keywords)
+        self.forget(name)
+        return added
 
     def _spaces(self, name: str) -> Spaces:
         return Spaces(*self.store.spaces(name))
@@ -348,6 +375,7 @@ class Service:
         self.worker.close()
         self._storers.close()
         self._changers.close()
+        self._movers.close()
         self._filterers.close()
         self.retention.close()
         if self.migrations is not None:

@@ -109,6 +109,7 @@ class Settings:
     ``rate_limits`` are those of every caller, for kinds of which its token has none.
     ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
     kept, None keeps all.
+    ``next_threshold`` is of the next model, in the place of the one that a move's judgement finds.
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
     ``items`` names what collections hold; for others than people nothing is said of faces and aligned crops.
     ``quality_gates`` by their names refuse pictures of enrolments.
@@ -120,6 +121,7 @@ class Settings:
     metrics_port: int | None = None
     tokens: Path | None = None
     threshold: float | None = None
+    next_threshold: float | None = None
     false_match_rate: float | None = None
     score_step: float = 0.01
     rate_limits: tuple[RateLimit, ...] = ()

@@ -1,10 +1,12 @@
 """Class centres of an old model, as a new one's ``compatible.with`` names them: read by rows, and known by names."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor
 from plsc.embedding.columns import Int64
 from plsc.embedding.embedding_set import EmbeddingSet, Shard, is_embedding_set
 from plsc.errors import DataError, UsageError
-from plsc.files import read_json
+from plsc.files import canonical_json, digest, read_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.train.checkpoint import CHECKPOINTS, find_checkpoints
 from plsc.train.stored_table import class_names, open_table
 from plsc.train.table_file import TableFile
+
+_ROWS = 65536  # that a digest reads at a time
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,9 @@ class ClassCentres:
     Attributes:
         source: what was asked for.
         names: of each class; several may be of one. None: classes are the numbers of the training data's.
-        origin: what tells other centres of the same source from these.
+        origin: where in the source they are from, in words.
         read: reads classes [first, stop), (n, centers, dim) in float32.
+        files: names and hashes of the files that hold them and nothing else; None: they lie among other things.
     """
 
     source: str
@@ -38,6 +43,19 @@ class ClassCentres:
     names: Sequence[Sequence[str]] | None
     origin: str
     read: Callable[[int, int], Tensor]
+    files: dict[str, Any] | None = None
+
+    def digest(self) -> str:
+        """The SHA-256 of names and rows, in float32 whatever a run stores them in; or of the files' hashes.
+
+        A mean of embeddings may round otherwise on another machine, so that theirs are told by the files.
+        """
+        if self.files is not None:
+            return digest(self.files)
+        found = hashlib.sha256(canonical_json(self.names).encode())
+        for first in range(0, self.classes, _ROWS):
+            found.update(self.read(first, min(first + _ROWS, self.classes)).contiguous().numpy().data)
+        return found.hexdigest()
 
 
 @contextmanager
@@ -97,14 +115,18 @@ def _of_file(source: str) -> ClassCentres:
 
 
 def _of_set(source: str) -> ClassCentres:
-    embeddings = EmbeddingSet(source)
+    embeddings = EmbeddingSet(source, verify=True)
     labels = np.unique(np.concatenate([[-1], *(shard.labels[_embedded(shard)] for shard in embeddings)]))
     labels = labels[labels >= 0]
     if not len(labels):
         raise DataError(f"compatible.with = {source} has no labelled embedding; embed labelled pictures")
+    if labels[-1] >= len(embeddings.class_names):
+        raise DataError(f"{source} holds labels outside its {len(embeddings.class_names)} classes; embed it again")
     names = [[embeddings.class_names[label]] for label in labels.tolist()]
     origin = f"{len(embeddings):,} embeddings of the contract {embeddings.contract_id}"
-    return ClassCentres(source, len(labels), 1, embeddings.dim, names, origin, partial(_means, embeddings, labels))
+    files = {name: embeddings.manifest[name] for name in ("files", "shards")}
+    read = partial(_means, embeddings, labels)
+    return ClassCentres(source, len(labels), 1, embeddings.dim, names, origin, read, files)
 
 
 def _means(embeddings: EmbeddingSet, labels: Int64, first: int, stop: int) -> Tensor:
@@ -125,12 +147,17 @@ def _embedded(shard: Shard) -> Int64:
     return np.setdiff1d(np.arange(len(shard)), [row - shard.start for row in shard.errors])
 
 
-def _names_of_run(checkpoint: Path, classes: int) -> Sequence[Sequence[str]] | None:
-    """The names of a table's classes: its own, or those that the run's folder lists."""
-    own = class_names(checkpoint)
-    listed = checkpoint.parent.parent / "classes.json"
-    if own is not None or checkpoint.parent.name != CHECKPOINTS or not listed.exists():
+def _names_of_run(checkpoint: Path, classes: int) -> Sequence[Sequence[str]]:
+    """The names of a table's classes: its own, or those that the run's folder lists, or a file beside a copy."""
+    if (own := class_names(checkpoint)) is not None:
         return own
+    folder = checkpoint.absolute().parent
+    listed = (folder.parent if folder.name == CHECKPOINTS else folder) / "classes.json"
+    if not listed.exists():
+        raise UsageError(
+            f"compatible.with: {checkpoint} has no names of its classes; copy the old run's classes.json to {listed}, "
+            "or name that run"
+        )
     return _listed(listed, classes)
 
 

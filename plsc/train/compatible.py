@@ -18,6 +18,7 @@ from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.losses import CosFace
 from plsc.parallel import Mesh
+from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.strategies import Strategy
 from plsc.progress import counted
 from plsc.train.class_centres import ClassCentres, open_centres
@@ -36,18 +37,33 @@ class InfluenceLoss:
         head: holds the centres.
         centre_of: (C,) int64, the centre's class of each class of the data; −1: it has none.
         weight: of the loss in that of the run.
-        origin: what tells other centres of the same source from these.
+        origin: where the centres are from, in words.
+        digest: tells other centres of the same origin from these.
+        by_number: they have no names, and are those of the data's classes in their order.
 
     Attributes:
         head, centre_of, weight, origin: as given.
+        identity: of the centres, which a run that goes on compares with what it began with.
         matched: how many classes of the data have a centre.
     """
 
-    def __init__(self, head: ShardedHead, centre_of: Tensor, weight: float, origin: str) -> None:
+    def __init__(
+        self,
+        head: ShardedHead,
+        centre_of: Tensor,
+        weight: float,
+        origin: str,
+        digest: str = "",
+        *,
+        by_number: bool = False,
+    ) -> None:
         self.head, self.centre_of, self.weight, self.origin = head.eval(), centre_of, weight, origin
+        self.identity: dict[str, str | int] = {"classes": head.num_classes, "origin": origin, "digest": digest}
+        self._by_number = by_number
         self.matched = int((centre_of >= 0).sum())
         self._by_label = torch.cat([centre_of, centre_of.new_tensor([-1])])  # the last one is label −1's
         self._on_device = self._by_label.to(head.mesh.device)
+        self._of_step = torch.ones((), dtype=torch.float64, device=head.mesh.device)
 
     def __call__(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int]) -> Tensor:
         """The mean loss, the same on every rank; 0 where no sample has a centre.
@@ -66,18 +82,38 @@ class InfluenceLoss:
         loss: Tensor = self.head(embeddings, old, sizes)
         return loss
 
-    @property
-    def identity(self) -> dict[str, str | int]:
-        """What a run that goes on compares with what it began with."""
-        return {"classes": self.head.num_classes, "matched": self.matched, "origin": self.origin}
+    def begin(self, labels: Sequence[Tensor], mesh: Mesh, data_ranks: int) -> None:
+        """Count a step's samples that have a centre, of which :meth:`share` gives parts; nothing waits.
+
+        Args:
+            labels: of each of this rank's micro-batches, on the CPU, as in a call.
+            mesh: all ranks of the run; all call.
+            data_ranks: how many of them have batches of their own; the others have the same ones as one of these.
+        """
+        self._of_step = all_reduce_sum(self._samples(torch.cat(list(labels))), mesh) * (data_ranks / mesh.world_size)
+
+    def share(self, labels: Tensor) -> Tensor:
+        """The part of the step's samples with a centre that are in a micro-batch: its weight in the step's mean.
+
+        Args:
+            labels: this rank's of the micro-batch, as in a call, on the CPU; all ranks of the head call.
+        """
+        return all_reduce_sum(self._samples(labels), self.head.mesh) / self._of_step.clamp(min=1)
+
+    def _samples(self, labels: Tensor) -> Tensor:
+        """How many samples have a centre; made on the device, since a copy to it would wait."""
+        known = self._by_label[labels] >= 0
+        count = int((known.any(1) if known.dim() > 1 else known).sum())
+        return torch.full((), count, dtype=torch.float64, device=self.head.mesh.device)
 
     def describe(self) -> str:
         """The centres, in words for a run's first lines."""
         margin = self.head.margin
         assert isinstance(margin, CosFace)
+        how = ", by number" if self._by_number else ""
         return (
             f"{counted(self.head.num_classes, 'old centre')} ({self.origin}), which {counted(self.matched, 'class')} "
-            f"of {len(self.centre_of):,} here have; weight {self.weight:g}, s {margin.s:g}, m {margin.m:g}"
+            f"of {len(self.centre_of):,} here have{how}; weight {self.weight:g}, s {margin.s:g}, m {margin.m:g}"
         )
 
 
@@ -101,7 +137,8 @@ def make_influence_loss(
         centre_of = _matched(centres, dataset)
         head = _head(config, centres, strategy, exact=exact)
         _fill(head, centres)
-    return InfluenceLoss(head, centre_of, config.compatible.weight, centres.origin)
+        weight, by_number = config.compatible.weight, centres.names is None
+        return InfluenceLoss(head, centre_of, weight, centres.origin, centres.digest(), by_number=by_number)
 
 
 def _head(config: Config, centres: ClassCentres, strategy: Strategy, *, exact: bool) -> ShardedHead:

@@ -1,27 +1,36 @@
 """The older models with which a run was trained to be compatible, as its export states them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from plsc.embedding.contracts import models_in
-from plsc.embedding.embedder import FLIP_SUFFIX, RUN_BEST, RUN_MODEL, Embedder, backbone_engine, open_embedder
+from plsc.embedding.embedder import FLIP_SUFFIX, Embedder, backbone_engine, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
 from plsc.errors import UsageError
-from plsc.models import Backbone, load_model
+from plsc.models import Backbone
+from plsc.parallel import Mesh
+from plsc.progress import note
 from plsc.strict_toml import read_toml
+from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder, find_checkpoints
+from plsc.train.checkpoint_inspection import describe_checkpoint, read_backbone
+from plsc.train.checkpoint_reader import StoredCheckpoint
+from plsc.train.class_centres import open_centres
 from plsc.train.resumption import CONFIG
 
 CPU = torch.device("cpu")
+_ALONE = Mesh(0, 1, 0, CPU)
 
 
 def compatible_models(run: str | Path, model: Backbone, olds: Sequence[str]) -> list[str]:
     """Return the contract ids of the models ``olds``, whose galleries the queries of ``model`` are said to search.
 
     What can be known without pictures is checked: that the run was trained with ``compatible.with``, that embeddings
-    have one width, and, where the old centres are there still, that one of ``olds`` made them. A file in int8 has an id
-    of its own, which no centres tell.
+    have one width, and that one of ``olds`` made the old centres: by the embedding set, or by the old run's checkpoint
+    from which the run has them. Where neither is there still, or they are a table's file, a note says that nothing
+    was compared. A file in int8 has an id of its own, which no centres tell.
 
     Args:
         run: the run's directory.
@@ -43,7 +52,9 @@ def compatible_models(run: str | Path, model: Backbone, olds: Sequence[str]) -> 
                 "is to be searched"
             )
     ids = dict.fromkeys(old.contract_id for old in opened)
-    known = _makers(Path(source))
+    known = _makers(Path(source), _kept_centres(Path(run)))
+    if not known:
+        note(f"note: nothing here tells which model made {run}'s centres of {source}; {_named(opened)} is not checked")
     if known and known.isdisjoint(ids) and not any(old.precision == "int8" for old in opened):
         raise UsageError(
             f"{run} was trained among centres of {source}, which {_named(opened)} did not make "
@@ -55,7 +66,8 @@ def compatible_models(run: str | Path, model: Backbone, olds: Sequence[str]) -> 
 def _centres(run: Path) -> str:
     """What ``compatible.with`` names in the run's configuration."""
     config = read_toml(run / CONFIG) if (run / CONFIG).is_file() else {}
-    source = config.get("compatible", {}).get("with", "")
+    section = config.get("compatible")
+    source = section.get("with") if isinstance(section, dict) else None
     if not source:
         raise UsageError(
             f"--compatible-with: {run} is no run that was trained with compatible.with, so that nothing makes its "
@@ -64,14 +76,29 @@ def _centres(run: Path) -> str:
     return str(source)
 
 
-def _makers(source: Path) -> set[str]:
-    """Contract ids of the models that may have made centres; none where that is not known, or they are not there."""
+def _kept_centres(run: Path) -> dict[str, Any]:
+    """What the run's newest checkpoint says of the centres that it is trained among; empty where there is none."""
+    published = CheckpointFolder(run / CHECKPOINTS, _ALONE).published()
+    state = StoredCheckpoint(published[-1], _ALONE, prefixes=()).state if published else {}
+    kept = state.get("compatible")
+    return kept if isinstance(kept, dict) else {}
+
+
+def _makers(source: Path, kept: Mapping[str, Any]) -> set[str]:
+    """Contract ids of the models that made centres, with and without averaged weights; none where that is not known."""
     if is_embedding_set(source):
         return {model.removesuffix(FLIP_SUFFIX) for model in models_in(EmbeddingSet(source).contract_id)}
-    runs = (source, *list(source.parents)[:2])  # of a run, its checkpoints, or one of them
-    run = next((folder for folder in runs if (folder / RUN_MODEL).is_file()), None) if source.is_dir() else None
-    files = [] if run is None else [run / name for name in (RUN_MODEL, RUN_BEST) if (run / name).is_file()]
-    return {backbone_engine(load_model(file), CPU).contract_id for file in files}
+    try:
+        found = find_checkpoints(source)
+    except UsageError:  # a table's file, or nothing that is here
+        return set()
+    for checkpoint in reversed(found):  # the run that they are of may have gone on since, or begun anew
+        with open_centres(str(checkpoint)) as centres:
+            if centres.origin == kept.get("origin") and kept.get("digest") in (None, centres.digest()):
+                averages = (False, True) if describe_checkpoint(checkpoint)["average"] else (False,)
+                models = [read_backbone(checkpoint, average=average) for average in averages]
+                return {backbone_engine(model, CPU).contract_id for model in models}
+    return set()
 
 
 def _named(opened: Sequence[Embedder]) -> str:

@@ -27,6 +27,7 @@ from plsc.parallel.rendezvous import agent_keeps_store
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
 _LAUNCHER_SECONDS = 2.0  # the same, for a rank that the launcher has told to end already
+_LOOK_SECONDS = 0.2  # between two looks whether it has: a thousand ranks ask one store
 _REPORTED = "plsc/reported"  # key of the store through which the ranks met
 # A terminal and Slurm send a signal to every process of a run, and the launcher passes it on to its ranks once more.
 _SAME_SIGNAL_SECONDS = 1.0
@@ -83,18 +84,24 @@ def wait_for_reporter() -> None:
 
     Ends this process soon after that has reported, where the launcher's SIGTERM came while the run still went on.
     """
-    with contextlib.suppress(RuntimeError, ValueError):  # nobody has reported in time; the store's process has ended
-        dist.distributed_c10d._get_default_store().wait([_REPORTED], timedelta(seconds=_REPORT_SECONDS))
+    with contextlib.suppress(RuntimeError, ValueError):  # the process that keeps the store has ended
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _REPORT_SECONDS
+        while not store.check([_REPORTED]):  # its wait() would keep RankWatch's thread from the store meanwhile
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_SECONDS)
         time.sleep(_LAUNCHER_SECONDS if _terminated.is_set() else _REPORT_SECONDS)
         if _terminated.is_set():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
 
-def end_after_reporter(code: int) -> NoReturn:
-    """End this process with ``code`` once the reporting rank has had the time to report."""
+def end_after_reporter(error: PlscError) -> NoReturn:
+    """End this process with the exit code of ``error`` once the reporting rank has had the time to report."""
+    if isinstance(error, Interrupted):
+        _terminated.clear()  # the signal asked the run to stop, and was not the launcher's
     wait_for_reporter()
-    _end_at_once(code)
+    _end_at_once(error.exit_code)
 
 
 def _end_at_once(code: int) -> NoReturn:

@@ -225,15 +225,21 @@ def _check_frozen(before: list[str], components: TrainComponents) -> None:
 
 
 def _check_centres(state: dict[str, Any], components: TrainComponents) -> None:
-    """The same ``compatible.with`` names the same centres: an old run may have gone on since."""
+    """The same ``compatible.with`` names the same centres: an old run may have gone on since, or begun anew.
+
+    Checkpoints of earlier versions have no digest of them.
+    """
     before, compatible = state.get("compatible"), components.compatible
-    if before is None or compatible is None or before == compatible.identity:
+    if not isinstance(before, dict) or compatible is None:
         return
     source = components.config.compatible.with_
-    if isinstance(before, dict) and stored_config(state["config"]).compatible.with_ == source:
+    if stored_config(state["config"]).compatible.with_ != source:
+        return
+    if any(before.get(name, now) != now for name, now in compatible.identity.items()):
+        also = ": rows or names are others" if before.get("origin") == compatible.origin else ""
         raise UsageError(
             f"compatible.with = {source} holds other centres ({compatible.origin}) than when the run began "
-            f"({before.get('origin')}); give the checkpoint or file that holds those, or begin another run"
+            f"({before.get('origin')}){also}; give the checkpoint or file that holds those, or begin another run"
         )
 
 

@@ -228,8 +228,10 @@ class Stepper:
         Returns:
             The mean losses: the tables', and the one by old class centres behind them.
         """
-        strategy = self.components.strategy
+        strategy, compatible = self.components.strategy, self.components.compatible
         totals = torch.zeros_like(self._loss_weights)
+        if compatible is not None:
+            compatible.begin([batch.labels for batch in group], self.components.mesh, strategy.data_ranks)
         for index, batch in enumerate(group):
             upcoming = group[index + 1] if index + 1 < len(group) else None
             loss = partial(self._loss, totals, group, batch, upcoming)
@@ -269,10 +271,10 @@ class Stepper:
                     totals[number].add_(loss.detach().double() * share)
                     terms.append(loss * (share * table.of.loss_weight))
             if compatible is not None:
-                share = sum(sizes) / sum(each.size for each in group)
+                of_known = compatible.share(labels)  # the loss is the mean over samples that have a centre
                 loss = compatible(embeddings, labels, sizes)
-                totals[-1].add_(loss.detach().double() * share)
-                terms.append(loss * (share * compatible.weight))
+                totals[-1].add_(loss.detach().double() * of_known)
+                terms.append(loss * (of_known.to(loss.dtype) * compatible.weight))
             self._prefetch(upcoming)
         scaled: Tensor = self.components.scaler.scale(sum(terms[1:], terms[0]))
         return scaled

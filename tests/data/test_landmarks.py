@@ -119,22 +119,34 @@ def test_faces_are_cut_where_the_file_says_and_a_missing_line_is_that_images_err
     rows = list(lines(photos))
     rows[1] = (rows[1][0], [float("nan")] * 10)
     rows[2] = (rows[2][0], [7.0] * 10)
+    rows[3] = (rows[3][0], ["1e400"] * 10)
     pictures = open_dataset(photos, image_size=None)
     faces = AlignedImages(pictures, FileLandmarks(written(tmp_path / "p.tsv", rows[1:], "tsv"), pictures), 112)
     assert (len(faces), faces.image_size, faces.class_names[1]) == (6, 112, "bob, jr")
-    for index, message in ((0, "has no landmarks for it"), (1, "no landmarks|not finite"), (2, "coincide")):
+    for index, message in (
+        (0, "has no landmarks for it"),
+        (1, "no landmarks|not finite"),
+        (2, "coincide"),
+        (3, "are not finite"),
+    ):
         with pytest.raises(DataError, match=message) as caught:
             faces.image(index)
         assert faces.key(index) in str(caught.value)
-    for index in range(3, 6):
+    for index in range(4, 6):
         assert torch.equal(faces.image(index), cut_out(photos, faces.key(index)))
 
 
 def test_landmarks_need_pictures_as_they_are_stored(photos, tmp_path):
     pictures = open_dataset(photos, image_size=64)
     locate = FileLandmarks(written(tmp_path / "p.csv", lines(photos), "csv"), pictures)
-    with pytest.raises(ValueError, match="image_size=None"):
+    with pytest.raises(UsageError, match=r"gives images of 64x64, .*: name pictures in files, opened with image_size"):
         AlignedImages(pictures, locate, 112)
+
+
+def test_drawn_pictures_are_not_aligned(tmp_path, capsys):
+    points = written(tmp_path / "p.csv", [("avatar-0/0", range(10))], "csv")
+    assert main(["data", "align", "avatars:2x1", "--out", str(tmp_path / "out"), "--landmarks", str(points)]) == 2
+    assert "plsc data: error: avatars:2x1 gives images of 112x112" in capsys.readouterr().err
 
 
 def align(source: Path, out: Path, points: Path, *more: str) -> int:

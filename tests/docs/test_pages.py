@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import page_files
 from support.page_files import SIDE
-from support.page_runner import ROOT, PageRun, blocks_of, options_of
+from support.page_runner import ROOT, PageRun, blocks_of, options_of, unknown_words
 
 from plsc import config
 from plsc.tools.entry import COMMANDS
@@ -147,3 +147,4 @@ def test_commands_in_sentences_have_the_options_that_they_show(page: Path) -> No
             continue
         for option in re.findall(r"--[\w.-]+", span):
             assert option in options_of(command) | {"--help", "--KEY"}, span
+        assert re.search("…|: error:", span) or not unknown_words(command, span.split()[2:]), span

@@ -21,6 +21,7 @@ from plsc.devices import Units
 from plsc.doctor import kernels, machine, rates, training
 from plsc.head.backends import cpu_backend, self_check
 from plsc.head.backends.torch_backend import TorchBackend
+from plsc.index.scan import ExactScan
 from plsc.native import build
 from plsc.native.scan import ScanKernel
 from plsc.parallel.launch import rank_environment
@@ -230,6 +231,23 @@ def test_a_scan_that_returns_noise_is_named(doctor, monkeypatch):
     assert code == 1
     for line in sections["kernels"].values():
         assert line["text"].startswith("not the float64 ranking: int8, all rows; int8, a half of the rows; bf16")
+
+
+def test_a_search_that_is_wrong_in_one_precision_is_named_alone(doctor, monkeypatch):
+    real = ExactScan.search
+
+    def off(self, *args, **options):
+        scores, rows = real(self, *args, **options)
+        return scores + np.float32(self.precision == "int8"), rows
+
+    monkeypatch.setattr(ExactScan, "search", off)
+    monkeypatch.setattr("plsc.doctor.kernels.head", lambda *args: [])
+    lines = doctor("kernels")[1]["kernels"]
+    monkeypatch.setenv("PLSC_NATIVE", "0")
+    lines |= doctor("kernels")[1]["kernels"]
+    for name, line in lines.items():
+        assert line["text"] == "not the float64 ranking: int8, all rows; int8, a half of the rows"
+        assert ("PLSC_NATIVE=0" in line["advice"]) == name.startswith("scan compiled")
 
 
 def test_a_kernel_that_raises_is_a_line_and_not_the_end(doctor, monkeypatch):

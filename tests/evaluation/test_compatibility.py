@@ -67,6 +67,13 @@ def test_the_cells_are_those_of_plain_loops():
     assert cells["old/new"]["rank1"] != cells["new/old"]["rank1"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_set_without_same_pairs_has_no_thresholds():
+    both = embeddings(1, np.arange(60))
+    data = EvaluationSet("x", np.zeros(60), labels=np.arange(60), class_names=[])
+    assert set(_cells(data, both, [np.ones(60, dtype=bool)] * 2, 0)["new/old"]["cosine@far"].values()) == {None}
+
+
 def test_pairs_have_the_query_first():
     both = [rows.reshape(-1, 12) for rows in embeddings(2, np.repeat(np.arange(60), 2))]
     is_same = np.arange(60) % 2 == 0
@@ -147,6 +154,7 @@ def test_what_cannot_be_compared_is_refused(models, tmp_path, capsys):
         ([new, "--old", old, "--new", new], 2, f"--old and --new take the place of MODEL; leave {new} out"),
         (["--old", "raw-pixels", "--new", new], 2, "--old: raw-pixels has no gallery to search"),
         (["--old", old, "--new", new, "--plot", "x.png"], 2, "--plot is an option for one model"),
+        (["--old", old, "--new", new, "--pairs", "x.bin"], 2, "--old and --new with --pairs: say --flip no, or"),
         (["--old", old, "--new", new, "--probe", "knn"], 2, "--probe is an option for one model"),
     ]
     for argv, code, message in cases:

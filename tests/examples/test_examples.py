@@ -53,6 +53,7 @@ def assert_losses(found: list[float], expected: list[float]) -> None:
     assert len({round(loss, 3) for loss in found}) == len(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loops_have_the_losses_of_plsc_train_and_go_on_with_them(tmp_path: Path) -> None:
     sharded = {"sync_batchnorm": True, "parallel.strategy": "fsdp"}

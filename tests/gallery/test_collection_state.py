@@ -39,6 +39,23 @@ def test_faces_are_asked_for_by_how_many_a_person_may_have(tmp_path: Path, monke
         assert {*expected[1:]} < {one.id for one in others}
 
 
+def test_faces_of_both_segments_are_ranked_in_float64(tmp_path: Path) -> None:
+    """The newer face is nearer, and the older one as near as float32 tells."""
+    query, old, new = (
+        0.6 * np.eye(1, DIM) + 0.8 * np.eye(1, DIM, 1) + x * np.eye(1, DIM, 2) for x in (1e-1, 1e-3, 1e-3)
+    )
+    new[0, 2] += 2e-10
+    with contextlib.closing(SqliteStore(tmp_path / "store")) as store:
+        store.create_collection(GALLERY, DIM, MODEL)
+        far = [NewPerson(vector[None]) for vector in faces(30)]
+        store.add_persons(GALLERY, [NewPerson(old), NewPerson(old), *far], MODEL)
+        store.compact(GALLERY)
+        nearest = [store.add_persons(GALLERY, [NewPerson(new)], MODEL)[0].id for _ in range(2)]
+        found = store.search(GALLERY, query, k=4)[0]
+        assert [match.person for match in found] == [*nearest, 1, 2]
+        assert len({match.score for match in found}) == 1, "float32 makes a tie of them"
+
+
 # --- the cache of persons ---
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,11 +116,11 @@ def test_an_enrolment_that_fails_takes_its_collection_back(
 ) -> None:
     enrol, calls = target.add_persons, []
 
-    def failing(*args: object) -> object:
+    def failing(*args: Any, **keywords: Any) -> object:
         calls.append(args)
         if len(calls) == 2:
             raise StorageError("the disk is full")
-        return enrol(*args)  # type: ignore[arg-type]
+        return enrol(*args, **keywords)
 
     monkeypatch.setattr(target, "add_persons", failing)
     with pytest.raises(StorageError, match="disk is full"):

@@ -71,6 +71,33 @@ def test_rates_are_those_of_pairs_formed_one_by_one():
     assert found.loss_interval[0] < found.loss < found.loss_interval[1]
 
 
+def test_a_threshold_that_nobody_false_passes_stays_as_strict_as_it_was():
+    """Where too few pairs of different persons match to tell, the same share of a person's own does, or fewer."""
+    old, new, _, persons = gallery(count=12)
+    own, strangers = scores_of(new, new, persons)
+    former, thresholds = scores_of(old, old, persons)[0], []
+    for threshold in (0.75, 0.85, 0.95):
+        found = judge(old, new, persons, threshold=threshold)
+        assert not found.is_supported
+        assert rate(own, found.threshold) <= rate(former, threshold) + 1e-12
+        assert rate(strangers, found.threshold) <= found.fmr + 1e-12
+        lost = rate(former, threshold) - rate(own, found.threshold)
+        assert found.threshold_loss == pytest.approx(lost, abs=1e-12)
+        assert found.largest_loss == max(found.loss, found.threshold_loss)
+        assert f"TAR loses {lost:.4f}" in found.warnings()[0]
+        thresholds.append(found.threshold)
+    assert thresholds == sorted(set(thresholds))
+
+
+def test_a_loss_at_the_thresholds_in_force_is_refused():
+    old, new, _, persons = gallery(count=12)
+    found = judge(old, new, persons, threshold=0.6, new_threshold=0.99)
+    assert found.threshold == 0.99
+    assert found.threshold_loss > found.loss + 0.1
+    assert found.refuses(found.loss)
+    assert not found.refuses(found.threshold_loss)
+
+
 def test_draws_count_pairs_as_if_the_persons_had_come_that_often():
     old, new, _, persons = gallery(count=12, faces=3)
     roc = all_pairs_roc(old, persons, new)

@@ -3,30 +3,18 @@
 The oracle is a dict of what each face's two vectors are, searched in float64.
 """
 
-import errno
-import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, content_of, everyone, faces, units
+from support.moving_faces import DIMS, NEW, NEW_DIM, begun
+from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, everyone, faces, units
 
-from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError, UsageError
-from plsc.gallery.filters import Filter
-from plsc.gallery.migration.filling import fill_from_pictures, pairs
-from plsc.gallery.sqlite import compaction, rewriting
-from plsc.gallery.store import Store
-from plsc.gallery.thumbnails import ThumbnailStore
-from plsc.gallery.values import NewPerson, Person
-
-NEW, NEW_DIM = "model-2", 12
-DIMS = {MODEL: DIM, NEW: NEW_DIM}
+from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
+from plsc.gallery.migration.filling import assign_pictures, pairs
+from plsc.gallery.values import NewPerson
 
 
 @pytest.fixture(params=["sqlite", "encrypted", "postgres"])
@@ -34,91 +22,6 @@ def moving(request: pytest.FixtureRequest, servers: Servers) -> Iterator[Kit]:
     kit = servers.kit(request.param)
     yield kit
     kit.close()
-
-
-class Faces:
-    """Enrols persons, and knows both vectors of every face: {face: (person, {model: vector})}."""
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.known = store, dict[int, tuple[int, dict[str, npt.NDArray[np.float64]]]]()
-        self._seed = 0
-
-    def made(self, count: int) -> dict[str, npt.NDArray[np.float32]]:
-        self._seed += 1
-        return {model: faces(count, self._seed, dim) for model, dim in DIMS.items()}
-
-    def enrol(self, count: int, *, both: bool) -> Person:
-        first = self.store.collection(GALLERY).contract_id
-        vectors = self.made(count)
-        others = {model: rows for model, rows in vectors.items() if model != first} if both else {}
-        new = NewPerson(vectors[first], f"p{self._seed}", {"n": self._seed}, others=others)
-        (person,) = self.store.add_persons(GALLERY, [new], first)
-        self.learn(person.id, person.faces, vectors)
-        return person
-
-    def add(self, person: Person, count: int) -> None:
-        first, vectors = self.store.collection(GALLERY).contract_id, self.made(count)
-        others = {model: rows for model, rows in vectors.items() if model != first}
-        ids = self.store.add_faces(GALLERY, person.id, vectors[first], first, others=others)
-        self.learn(person.id, ids, vectors)
-
-    def learn(self, person: int, ids: Any, vectors: dict[str, npt.NDArray[np.float32]]) -> None:
-        for row, face in enumerate(ids):
-            self.known[face] = person, {model: units(rows[row]) for model, rows in vectors.items()}
-
-    def forget(self, person: Person) -> None:
-        self.store.delete_person(GALLERY, person.id)
-        self.known = {face: about for face, about in self.known.items() if about[0] != person.id}
-
-    def fill(self, limit: int = 3) -> None:
-        """Give every face that lacks one its second vector, page by page."""
-        model = self.second
-        while page := self.store.lacking(GALLERY, limit=limit):
-            sent = {one.id: {face: self.known[face][1][model] for face in lacks} for one, lacks in page}
-            assert self.store.put_second_vectors(GALLERY, sent, model) == sum(map(len, sent.values())) > 0
-
-    @property
-    def second(self) -> str:
-        migration = self.store.migration(GALLERY)
-        assert migration is not None
-        return migration.contract_id
-
-    def agree(self, test: Any = None) -> None:
-        """Assert that searches find what the collection's own model's vectors say, and that both spaces are whole."""
-        model = self.store.collection(GALLERY).contract_id
-        assert self.store.collection(GALLERY).dim == DIMS[model]
-        queries = faces(3, 99, DIMS[model])
-        where = None if test is None else self.store.prepare_filter(GALLERY, Filter.parse(test))
-        found = self.store.search(GALLERY, queries, k=50, filter=where, contract_id=model)
-        for matches, query in zip(found, units(queries), strict=True):
-            truth: dict[int, float] = {}
-            for person, vectors in self.known.values():
-                truth[person] = max(truth.get(person, -2.0), float(vectors[model] @ query))
-            assert [one.score for one in matches] == pytest.approx(sorted(truth.values(), reverse=True), abs=CLOSE)
-            for one in matches:
-                assert self.known[one.face][0] == one.person
-                assert one.score == pytest.approx(self.known[one.face][1][model] @ query, abs=CLOSE)
-        for person in everyone(self.store, GALLERY):
-            own = self.store.vectors(GALLERY, person.id)
-            np.testing.assert_allclose(own, [self.known[face][1][model] for face in person.faces], atol=CLOSE)
-
-    def agree_second(self) -> None:
-        for person in everyone(self.store, GALLERY):
-            for face, (_, second) in self.store.face_vectors(GALLERY, person.id).items():
-                if second is not None:
-                    np.testing.assert_allclose(second.vector, self.known[face][1][self.second], atol=CLOSE)
-
-
-def begun(kit: Kit, count: int = 6) -> tuple[Store, Faces]:
-    store = kit.fresh()
-    store.create_collection(GALLERY, DIM, MODEL)
-    with pytest.raises(ConflictError, match=r"^the vectors of people are of that model already; name another"):
-        store.begin_migration(GALLERY, DIM, MODEL)
-    known = Faces(store)
-    for number in range(count):
-        known.enrol(1 + number % 2, both=False)
-    store.begin_migration(GALLERY, NEW_DIM, NEW, {"threshold": 0.5})
-    return store, known
 
 
 def test_a_collection_moves_and_goes_back_with_all_that_came_since(moving: Kit) -> None:
@@ -207,6 +110,7 @@ def test_what_does_not_fit_changes_nothing(moving: Kit) -> None:
 def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None:
     store, known = begun(moving, 9)
     known.fill()
+    known.enrol(2, both=False)  # who is no pair
     everything = {
         (one.id, vectors.searched.tobytes(), vectors.second.vector.tobytes())
         for one in everyone(store, GALLERY)
@@ -214,7 +118,7 @@ def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None
         if vectors.second is not None
     }
     for most in (None, 13, 10, 3):
-        found = pairs(store, GALLERY, MODEL, most)
+        found = pairs(store, GALLERY, (MODEL, NEW), most)
         several = [len(store.person(GALLERY, int(one)).faces) > 1 for one in found.persons]
         assert several == sorted(several, reverse=True)
         assert several.count(True) == min(8, most or 8)
@@ -224,6 +128,50 @@ def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None
         }
         assert len(told) == len(found.persons) == min(13, most or 13)
         assert told <= everything
+
+
+def test_of_a_person_a_hundred_faces_are_pairs_and_no_estimate_is(moving: Kit) -> None:
+    store, known = begun(moving, 2)
+    known.add(everyone(store, GALLERY)[0], 120)
+    known.fill()
+    persons = pairs(store, GALLERY, (MODEL, NEW), 500).persons
+    assert np.unique(persons, return_counts=True)[1].tolist() == [100, 2]
+    late = known.enrol(2, both=False)
+    estimates = {late.id: dict(zip(late.faces, faces(2, 60, NEW_DIM), strict=True))}
+    store.put_second_vectors(GALLERY, estimates, NEW, estimated=True)
+    store.exchange_spaces(GALLERY, NEW)
+    assert late.id not in pairs(store, GALLERY, (NEW, MODEL), 500).persons
+    former, other = (known.known[late.faces[0]][1][model][None].astype(np.float32) for model in (MODEL, NEW))
+    with pytest.raises(ConflictError, match=f"read an estimate of face {late.faces[0]}; roll back, send its picture"):
+        assign_pictures(store, GALLERY, late, other, former, (NEW, MODEL))
+    store.exchange_spaces(GALLERY, MODEL)
+    assert assign_pictures(store, GALLERY, late, former, other, (MODEL, NEW)) == [late.faces[0]]
+    assert store.count_second(GALLERY) == (0, 1)
+
+
+def test_who_fills_a_space_that_was_exchanged_meanwhile_is_told(moving: Kit) -> None:
+    store, known = begun(moving, 3)
+    known.fill()
+    person = everyone(store, GALLERY)[0]
+    store.exchange_spaces(GALLERY, NEW)
+    with pytest.raises(ConflictError, match="not of 'model-1'"):
+        pairs(store, GALLERY, (MODEL, NEW))
+    with pytest.raises(ConflictError, match="not of 'model-1'"):
+        assign_pictures(store, GALLERY, person, faces(1), faces(1, 1, NEW_DIM), (MODEL, NEW))
+    known.agree()
+
+
+def test_a_picture_is_known_by_either_model_that_enrolled_into_the_searched_space(moving: Kit) -> None:
+    store, former, new = moving.fresh(), faces(2), faces(2, 1)  # of the same two pictures
+    store.create_collection(GALLERY, DIM, MODEL)
+    (person,) = store.add_persons(GALLERY, [NewPerson(former[:1])], MODEL)
+    late = store.add_faces(GALLERY, person.id, new[1:], NEW, compatible_with=[MODEL])
+    store.begin_migration(GALLERY, DIM, NEW)
+    contracts = f"{MODEL},{NEW}", NEW
+    assert assign_pictures(store, GALLERY, person, faces(1, 2), faces(1, 3), contracts) == []
+    assert assign_pictures(store, GALLERY, person, former, new, contracts) == [*person.faces, *late]
+    known = [one.second for one in store.face_vectors(GALLERY, person.id).values()]
+    np.testing.assert_allclose([one.vector for one in known if one], units(new), atol=CLOSE)
 
 
 def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
@@ -279,140 +227,3 @@ def test_milvus_refuses(servers: Servers) -> None:
 
 
 # --- what is left in the files of a folder ---
-
-
-@pytest.fixture(params=["sqlite", "encrypted"])
-def folder(request: pytest.FixtureRequest, servers: Servers) -> Iterator[tuple[Kit, Store, Faces]]:
-    kit = servers.kit(request.param)
-    store, known = begun(kit)
-    known.fill()
-    yield kit, store, known
-    kit.close()
-
-
-def files_with_vectors(store: Store, needles: list[bytes]) -> list[str]:
-    assert store.folder is not None
-    return [name for name, content in content_of(store.folder).items() if any(one in content for one in needles)]
-
-
-@pytest.mark.parametrize("cause", ["a full disk", "an enrolment meanwhile"])
-def test_an_exchange_that_fails_leaves_the_store_as_it_was(
-    folder: tuple[Kit, Store, Faces], cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, store, known = folder
-    store.compact()
-    build = compaction.Compactor.build_segment
-
-    def failing(compactor: compaction.Compactor, number: int, *, second: bool = False) -> Any:
-        rebuilt = build(compactor, number, second=second)
-        if second and cause == "a full disk":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        if second:
-            known.enrol(1, both=False)
-        return rebuilt
-
-    monkeypatch.setattr(compaction.Compactor, "build_segment", failing)
-    with pytest.raises((StorageError, ConflictError), match=r"No space left|1 faces of people have no vector"):
-        store.exchange_spaces(GALLERY, NEW)
-    monkeypatch.setattr(compaction.Compactor, "build_segment", build)
-    known.enrol(1, both=True)
-    known.agree()
-    store.compact()
-    known.agree()
-    known.fill()
-    store.exchange_spaces(GALLERY, NEW)
-    known.agree()
-    assert store.check()["faces"] == len(known.known)
-
-
-def test_the_steps_of_a_move_are_kept_while_the_file_is_written_anew(
-    folder: tuple[Kit, Store, Faces], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, store, known = folder
-    known.forget(everyone(store, GALLERY)[0])
-    copy = rewriting._Changes.copy
-
-    def move_first(changes: Any, path: Path) -> None:
-        for number in range(2):  # each row is changed again
-            store.set_migration_details(GALLERY, {"number": number})
-        copy(changes, path)
-
-    monkeypatch.setattr(rewriting._Changes, "copy", move_first)
-    store.compact()
-    monkeypatch.undo()
-    migration = store.migration(GALLERY)
-    assert migration is not None
-    assert (migration.contract_id, migration.details) == (NEW, {"threshold": 0.5, "number": 1})
-    known.agree()
-    known.agree_second()
-    store.check()
-
-
-def test_both_vectors_of_the_deleted_leave_every_file(folder: tuple[Kit, Store, Faces]) -> None:
-    kit, store, known = folder
-    gone, kept = everyone(store, GALLERY)[:2]
-    both = store.face_vectors(GALLERY, gone.id)[gone.faces[0]]
-    assert both.second is not None
-    needles = [row.astype("<f4").tobytes()[:16] for row in (both.searched, both.second.vector)]
-    if kit.kind == "sqlite":
-        store.compact()
-        assert files_with_vectors(store, needles[:1]), "a needle that is found"
-    else:
-        assert not files_with_vectors(store, needles), "encrypted"
-    known.forget(gone)
-    store.delete_face(GALLERY, kept.id, kept.faces[0])
-    del known.known[kept.faces[0]]
-    store.compact()
-    assert not files_with_vectors(store, needles)
-    known.agree()
-    store.exchange_spaces(GALLERY, NEW)
-    known.agree()
-    assert store.check()["forgotten"] == 0
-
-
-def test_pictures_are_kept_and_filled_from_in_either_space(folder: tuple[Kit, Store, Faces]) -> None:
-    _, store, known = folder
-    assert store.folder is not None
-    thumbnails = ThumbnailStore(store, store.folder / "thumbnails", keep=True, lossless=True)
-    for searched in (MODEL, NEW):
-        store.exchange_spaces(GALLERY, searched)
-        crops = torch.from_numpy(np.random.default_rng(len(searched)).integers(0, 256, (2, 3, 8, 8), dtype=np.uint8))
-        (made,) = thumbnails.add_persons(GALLERY, [NewPerson(faces(2, 50, DIMS[searched]))], searched, [list(crops)])
-        assert len(thumbnails.contents(GALLERY, made)) == 2
-        second = known.second
-        seen: list[torch.Tensor] = []
-
-        def embed(pictures: Sequence[torch.Tensor], into: list[torch.Tensor] = seen, dim: int = DIMS[second]) -> Any:
-            into.extend(pictures)
-            return faces(len(pictures), 51, dim)
-
-        done = fill_from_pictures(store, GALLERY, embed, thumbnails.contents, quiet=True)
-        assert vars(done) == {"filled": 2, "estimated": 0, "without_picture": 0}
-        assert all(torch.equal(picture, crop) for picture, crop in zip(seen, crops, strict=True))
-        learnt = {searched: faces(2, 50, DIMS[searched]), second: faces(2, 51, DIMS[second])}
-        known.learn(made.id, made.faces, learnt)
-        known.agree_second()
-
-
-def test_a_finished_migration_leaves_no_former_vector(folder: tuple[Kit, Store, Faces], tmp_path: Path) -> None:
-    kit, store, known = folder
-    former = [
-        row.astype("<f4").tobytes()[:16] for one in everyone(store, GALLERY) for row in store.vectors(GALLERY, one.id)
-    ]
-    store.exchange_spaces(GALLERY, NEW)
-    store.snapshot(tmp_path / "moving")
-    store.end_migration(GALLERY, MODEL)
-    store = known.store = kit.again(store)
-    store.compact()
-    assert not files_with_vectors(store, former)
-    assert store.folder is not None
-    with closing(sqlite3.connect(store.folder / "gallery.sqlite")) as db:
-        assert db.execute("SELECT count(*) FROM vectors WHERE checksum != x'0000000000'").fetchone() == (
-            len(known.known),
-        )
-    known.agree()
-    known.store = kit.restored(store, tmp_path / "moving")
-    known.agree()
-    known.agree_second()
-    known.store.exchange_spaces(GALLERY, MODEL)
-    known.agree()

@@ -1,6 +1,7 @@
 """A collection in which a compatible model's vectors come beside the former one's, in every backend."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ from support.stores import DIM, GALLERY, MODEL, Kit, enrol, faces
 
 from plsc.embedding.contracts import may_search
 from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import ConflictError, IntegrityError, UsageError
+from plsc.errors import ConflictError, IntegrityError, NotFoundError, PreconditionError, UsageError
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import import_set
-from plsc.gallery.values import NewPerson
+from plsc.gallery.values import NewPerson, Precondition
 
 NEW, BOTH = "model-2", f"{MODEL},model-2"
 
@@ -51,6 +52,32 @@ def test_both_models_search_what_both_enrolled(kit: Kit, store: Store, tmp_path:
     assert kit.restored(store, tmp_path / "snapshot").collection(GALLERY).contract_id == BOTH
 
 
+def test_a_model_is_named_with_its_first_vector_and_by_nothing_that_is_refused(kit: Kit, store: Store) -> None:
+    (known,) = enrol(store, 1)
+    beside: dict[str, Any] = {"contract_id": NEW, "compatible_with": [MODEL]}
+    with pytest.raises(NotFoundError):
+        store.add_faces(GALLERY, known.id + 999, faces(1), **beside)
+    with pytest.raises(UsageError):
+        store.add_persons(GALLERY, [NewPerson(faces(1)), NewPerson(faces(1, dim=DIM + 1))], **beside)
+    with pytest.raises(ConflictError, match="not of 'model-2'"):
+        store.add_persons(GALLERY, [NewPerson(faces(1))], NEW, compatible_with=["model-7"])
+    if "external ids" not in store.lacks:
+        store.add_persons(GALLERY, [NewPerson(faces(1), external_id="x")], MODEL)
+        with pytest.raises(ConflictError, match="external id 'x' already"):
+            store.add_persons(GALLERY, [NewPerson(faces(1), external_id="x")], **beside)
+        with pytest.raises(PreconditionError):
+            store.put_person(GALLERY, NewPerson(faces(1), external_id="y"), precondition=Precondition(), **beside)
+    else:
+        with pytest.raises(UsageError, match="Milvus"):
+            store.add_persons(
+                GALLERY, [NewPerson(faces(1), metadata={f"{n}": "é" * 1024 for n in range(64)})], **beside
+            )
+    store.add_persons(GALLERY, [NewPerson(np.empty((0, DIM)))], **beside)
+    assert store.collection(GALLERY).contract_id == MODEL
+    store.add_faces(GALLERY, known.id, faces(1), **beside)
+    assert kit.again(store).collection(GALLERY).contract_id == BOTH
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_collection_that_moves_takes_no_other_model(kind: str, servers) -> None:
     kit = servers.kit(kind)
@@ -84,6 +111,12 @@ def test_a_set_of_a_compatible_model_is_imported_beside_the_others(tmp_path: Pat
     write_embedding_set(tmp_path / "new", faces(2), contract_id=NEW, compatible_with=[MODEL])
     with pytest.raises(ConflictError, match="not of 'model-2'"):
         import_set(store, GALLERY, tmp_path / "strange", quiet=True)
+    write_embedding_set(tmp_path / "zeros", np.zeros((2, DIM)), contract_id=NEW, compatible_with=[MODEL])
+    write_embedding_set(tmp_path / "wide", faces(2, dim=DIM + 1), contract_id=NEW, compatible_with=[MODEL])
+    assert import_set(store, GALLERY, tmp_path / "zeros", quiet=True)["faces"] == 0
+    with pytest.raises(UsageError):
+        import_set(store, GALLERY, tmp_path / "wide", quiet=True)
+    assert store.collection(GALLERY).contract_id == MODEL
     assert import_set(store, GALLERY, tmp_path / "new", quiet=True)["persons"] == 2
     assert store.collection(GALLERY).contract_id == BOTH
     with pytest.raises(IntegrityError, match="compatible_with that lists no models"):

@@ -175,6 +175,19 @@ def test_a_record_that_was_never_finished_does_not_count(tmp_path):
         assert same(run.everything(), expected.everything())
 
 
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    journaled(tmp_path)
+    before = contents(tmp_path)
+    for name in ("undo-00000009", "json"):
+        (tmp_path / f".table.rank0-of-1.{name}.{os.getpid()}.tmp").touch()
+    another_rank, running = f"rank0-of-10.json.{os.getpid()}", f"rank0-of-1.undo-00000009.{os.getppid()}"
+    others = [f".table.{name}.tmp" for name in (another_rank, running)]
+    for name in others:
+        (tmp_path / name).touch()
+    Run(tmp_path)
+    assert contents(tmp_path) == {**before, **dict.fromkeys(others, b"")}
+
+
 def test_rows_of_an_earlier_run_are_neither_read_nor_written_before_they_are_rolled_back(tmp_path):
     journaled(tmp_path)
     run = Run(tmp_path)

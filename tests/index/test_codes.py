@@ -3,6 +3,10 @@
 The answers are asked of every part of this machine's instructions, and of PyTorch where no kernel is compiled.
 """
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +120,22 @@ def test_a_bound_of_its_own_keeps_a_row_that_its_codes_rank_low(path):
     assert ExactScan(vectors, precision="int8").search(query, 1)[1].tolist() == [[others]]
 
 
+def test_a_bound_of_its_own_lets_no_row_that_its_codes_rank_high_put_others_out(path):
+    """The best row is coded as it is; another's codes score better than it, by nearly all of that row's bound."""
+    dim = 64
+    query = np.random.default_rng(2).choice([-1.0, 1.0], (1, dim)).astype(np.float32) / 8
+    high = np.full((1, dim), 0.55 / 127)  # of a step of the largest number: rounded up to a whole one
+    high[0, 0] = 1
+    best = np.full((1, dim), (1 + 63 * 0.6 / 127) / dim)  # all are the largest: 127 steps
+    far = np.repeat(-best, 9, axis=0)  # of fewer rows, all are scored in float64
+    vectors = (np.concatenate([high, best, far]) * np.sign(query)).astype(np.float32)
+    assert oracle(query, vectors, 1).tolist() == [[1]]
+    whole, bounds = encoded(vectors)
+    by_codes = whole * bounds[0][:, None] @ query[0]
+    assert by_codes[0] > by_codes[1] + bounds[1][1] + 0.01
+    assert ExactScan(vectors, precision="int8").search(query, 1)[1].tolist() == [[1]]
+
+
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e18])
 def test_queries_of_any_scale(path, scale):
     vectors, queries = awkward_rows()
@@ -125,6 +145,7 @@ def test_queries_of_any_scale(path, scale):
 
 def test_codes_made_before_are_used(path):
     vectors, queries = awkward_rows()
+    vectors.setflags(write=False)  # as those are that a store reads
     kept, bounds = np.zeros((len(vectors), 128), np.uint8), np.empty((3, len(vectors)), np.float32)
     for start in range(0, len(vectors), 256):
         codes.encode_into(kept, bounds, start, vectors[start : start + 256])
@@ -147,3 +168,26 @@ def test_the_best_precision_is_that_of_the_processors_units(path):
     assert best_precision(512) == ("int8" if has_bytes else "bf16") or path.startswith("neon")
     assert best_precision(codes.LARGEST_DIM + 1) == "bf16"
     assert ExactScan(np.eye(3, dtype=np.float32)).precision == best_precision(3)
+
+
+WITHOUT_VNNI = """
+import numpy as np, torch
+from plsc.index.scan import ExactScan, _multiply_bytes
+random = np.random.default_rng(0)
+rows = 1 + 0.05 * random.standard_normal((3000, 128))
+rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+found = ExactScan(rows, precision="int8").search(rows[:9], 1)[1]
+assert found[:, 0].tolist() == list(range(9)), found
+for precision in ("highest", "medium"):
+    torch.set_float32_matmul_precision(precision)
+    digits, codes = torch.full((2, 5000), -64, dtype=torch.int8), torch.full((3, 5000), 127, dtype=torch.int8)
+    codes[1, ::2] = -127
+    codes[2, 4999] = 126
+    assert _multiply_bytes(digits, codes).tolist() == [[-5000 * 64 * 127, 0, -5000 * 64 * 127 + 64]] * 2
+"""
+
+
+def test_bytes_are_multiplied_exactly_on_a_processor_without_vnni():
+    """There, oneDNN's product of bytes saturates pairs of them in 16 bits."""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PLSC_NATIVE": "0"}
+    subprocess.run([sys.executable, "-c", WITHOUT_VNNI], env=environment, check=True)

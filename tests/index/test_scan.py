@@ -119,6 +119,31 @@ def test_rows_closer_than_the_low_precision_are_ranked_truly(precision):
     agree(ExactScan(vectors, precision=precision).search(queries, 10), truth)
 
 
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_torchs_faster_products_of_float32_change_no_answer(setting):
+    close = unit(rows_of(1, 256) + 0.05 * rows_of(3000, 256, 1))
+    query = unit(close[:9] + 0.02 * rows_of(9, 256, 2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        agree(ExactScan(close, precision="fp32").search(query, 10), oracle(query, close, 10))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_two_rows_may_be_off_by_as_much_in_opposite_directions():
+    """bfloat16 rounds each number of one row up, and of a better one down, by nearly half of a last place."""
+    query = np.random.default_rng(3).choice([-1.0, 1.0], (1, 64)).astype(np.float32) / 8
+    half = 2.0**-8  # of a last place behind 1
+    up, better = np.full((1, 64), 1 + 1.02 * half), np.full((1, 64), 1 + 0.98 * half)
+    better[0, 0] = 1 + 4 * half  # as it is
+    rows = (np.concatenate([up, better, np.zeros((9, 64))]) * np.sign(query)).astype(np.float32)
+    scores = torch.from_numpy(rows[:2] * query).bfloat16().float().sum(1)
+    assert oracle(query, rows, 1)[1] == 1, "though its score in bfloat16 is smaller"
+    assert scores[0] > scores[1] + half * 8
+    agree(ExactScan(rows, precision="bf16").search(query, 1), oracle(query, rows, 1))
+
+
 def test_equal_rows_come_by_number():
     vectors = np.repeat(rows_of(40, 32), 50, axis=0)[np.random.default_rng(3).permutation(2000)]
     agree(ExactScan(vectors).search(vectors[:5], 60), oracle(vectors[:5], vectors, 60))
@@ -136,6 +161,35 @@ def test_wide_ranges_within_a_row():
     query[0, 1] = 1
     found = ExactScan(vectors).search(query, 5)
     assert found[1].tolist() == [[499, 498, 497, 496, 495]]
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
+def test_a_query_may_be_as_large_as_float32_goes(precision):
+    """bfloat16 rounds it to infinity, its length is no float32, and infinity times 0 is no number."""
+    vectors = rows_of(3000, 64)
+    vectors[::2, :3] = 0
+    query = np.zeros((2, 64), dtype=np.float32)
+    query[0, :3] = query[1, 0] = 3.4e38
+    for k in (5, 700):
+        agree(ExactScan(vectors, precision=precision).search(query, k), oracle(query, vectors, k))
+    zeros = np.zeros((100, 64), dtype=np.float32)
+    agree(ExactScan(zeros, precision=precision).search(query, 5), oracle(query, zeros, 5))
+
+
+def test_a_mask_may_be_a_part_of_another():
+    vectors, queries = rows_of(3000, 32), rows_of(3, 32, 1)
+    allowed = (np.random.default_rng(2).random(6000) < 0.7)[::2]
+    agree(ExactScan(vectors).search(queries, 5, allowed=allowed), oracle(queries, vectors, 5, allowed))
+
+
+def test_so_many_queries_are_searched_at_once_as_memory_holds(monkeypatch):
+    monkeypatch.setattr("plsc.index.scan._RESULTS", 100)
+    vectors, queries = rows_of(60, 24), rows_of(9, 24, 1)
+    scan, counts = ExactScan(vectors), []
+    real = scan._scan.search
+    monkeypatch.setattr(scan._scan, "search", lambda *args: (counts.append(len(args[0])), real(*args))[1])
+    agree(scan.search(queries, 2), oracle(queries, vectors, 2))
+    assert counts == [4, 4, 1]
 
 
 def test_a_map_is_read_from_its_file(tmp_path: Path):
@@ -200,6 +254,9 @@ def test_what_does_not_fit_is_refused():
     scan = ExactScan(vectors)
     with pytest.raises(UsageError, match=r"\[Q, 8\]"):
         scan.search(rows_of(2, 9), 1)
+    for number in (np.nan, np.inf):
+        with pytest.raises(UsageError, match="NaN or infinity"):
+            scan.search(np.full((1, 8), number, np.float32), 1)
     with pytest.raises(UsageError, match="k is -1"):
         scan.search(vectors, -1)
     with pytest.raises(UsageError, match=r"bool \[20\]"):

@@ -10,7 +10,7 @@ from plsc.errors import UsageError
 from plsc.index import Index, ann, tuning
 from plsc.index.ann import ApproximateSearch
 from plsc.index.index import check
-from plsc.index.recall import MIN_SAMPLES, SAMPLE_EVERY, RecallMonitor, recall_of
+from plsc.index.recall import MIN_SAMPLES, SAMPLE_EVERY, Recall, RecallMonitor, recall_of
 from plsc.index.scan import ExactScan
 from plsc.index.tuning import PlanningStopped, plan_search
 from plsc.tools.entry import main
@@ -79,6 +79,24 @@ def test_a_filter_never_leaves_too_few(search, gallery, share, k):
     np.testing.assert_allclose(scores, np.einsum("qd,qkd->qk", queries, vectors[rows]), atol=1e-5)
     truth = -np.sort(-(queries @ vectors[everyone].T), axis=1)[:, : rows.shape[1]]
     assert (scores >= truth[:, -1:] - 1e-5).mean() >= 0.93
+
+
+def test_a_query_that_finds_too_few_is_searched_exactly(gallery):
+    """Near the first query lie three rows that may be found; all others lie in cells near the second."""
+    vectors, query = gallery[0], people(1, 2)[0]
+    queries = np.concatenate([query, -query])
+    structure = ann.train_and_add("ivf", vectors, 0, quiet=True)
+    ann.set_effort(structure, "ivf", 1)
+    nearest = np.argsort(-(vectors @ query[0]))
+    allowed = np.zeros(ROWS, dtype=bool)
+    allowed[nearest[:3]] = allowed[nearest[-ROWS // 3 :]] = True
+    found = ann.search(structure, queries, 10, allowed=allowed)[1]
+    assert 0 < (found[0] >= 0).sum() < 10 == (found[1] >= 0).sum()
+    none, exact = np.zeros(0, dtype=np.int64), ExactScan(vectors)
+    search = ApproximateSearch(structure, "ivf", vectors, none, exact, Recall(1, 1, 2))
+    _, rows = search.search(queries, 10, allowed=allowed)
+    np.testing.assert_array_equal(rows[0], exact.search(queries, 10, allowed=allowed)[1][0])
+    np.testing.assert_array_equal(rows[1], found[1])
 
 
 def test_rows_held_out_are_found_and_filtered(search, gallery):

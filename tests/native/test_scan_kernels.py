@@ -1,5 +1,7 @@
 """The compiled scan: shortlists that overflow, threads; its answers on every path are those of index/test_scan.py."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from plsc.index import scan as scan_module
 from plsc.index.scan import NativeScan, ScanCopy, TorchScan
 from plsc.native import build
 from plsc.native.scan import ScanKernel, load_scan
+from plsc.sizes import status_bytes
 
 compiled = pytest.mark.skipif(load_scan() is None, reason="needs a C++ compiler")
 
@@ -80,3 +83,16 @@ def test_threads_change_nothing():
     for scores, rows in answers[1:]:
         np.testing.assert_array_equal(scores, answers[0][0])
         np.testing.assert_array_equal(rows, answers[0][1])
+
+
+@compiled
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux about this process's memory")
+def test_rows_that_tie_take_no_memory(monkeypatch):
+    """Every row is a candidate, and ranked; 16 bytes of each would be 32 MB."""
+    monkeypatch.setattr(scan_module, "_CANDIDATES", 500)
+    native = backends(np.full((2_000_000, 4), 0.5, np.float32), "fp32")["native"]
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmHWM")
+    rows = native.search(np.ones((1, 4), np.float32), 5, None, 2_000_000)[1]
+    assert rows.tolist() == [[0, 1, 2, 3, 4]]
+    assert status_bytes("VmHWM") - before < 8 << 20

@@ -87,7 +87,7 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     expect(page.locator("#migration-title")).to_be_focused()
 
     press(page, "Estimate", "1 face with an estimate")
-    expect(page.get_by_role("button", name="Estimate")).to_be_disabled()
+    press(page, "Estimate", "1 face with an estimate")  # renewed
     press(page, "Judge", f"Judged by {PERSONS + 1} people")
     judgement = status(moving)["judgement"]
     rates = page.locator("#migration-rates")
@@ -99,13 +99,16 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
         expect(cells.nth(1)).to_have_text(f"{judgement['spaces'][space]['threshold']:.3f}")
         expect(cells.nth(2)).to_contain_text(shown[1])
     low, high = (f"{100 * end:.1f}".replace("-", "−") for end in judgement["loss_interval"])
-    expect(page.locator("#migration-loss")).to_contain_text(f"percentage points (95%: {low} to {high})")
+    lost = f"True accept rate lost by faces with an estimate: {100 * judgement['loss']:.1f} percentage points"
+    expect(page.locator("#migration-loss")).to_contain_text(f"{lost} (95%: {low} to {high})")
     for name in judgement["curves"]:
         points = page.locator(f"#migration-roc polyline.{name}").get_attribute("points")
         assert len(points.split()) == len(judgement["curves"][name]["roc"]["far"])
     assert_accessible(page)
 
     page.get_by_role("button", name="Cut over…").click()
+    told = rf"anew, which finds the threshold, and refused beyond a loss of 0\.01; .*{judgement['threshold']:.3f}"
+    expect(page.locator("#confirm-text")).to_have_text(re.compile(told))
     page.locator("#confirm").get_by_role("button", name="Cut over").click()
     expect(page.locator("#confirm-error")).to_contain_text("allow a larger loss")
     page.locator("#confirm").get_by_role("button", name="Not yet").click()
@@ -117,13 +120,16 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     expect(button).to_have_text(["Roll back", "Finish…"])
     press(page, "Roll back", "read the old model's")
     assert not status(moving)["is_cut_over"]
+    page.get_by_label("Threshold of the new model").fill("0.6")
+    page.get_by_role("button", name="Cut over…").click()
+    expect(page.locator("#confirm-text")).to_contain_text("is judged anew, with the threshold 0.6, and refused")
+    page.locator("#confirm").get_by_role("button", name="Not yet").click()
     press(page, "Cut over…", "read the new model's", confirm="Cut over")
+    assert status(moving)["thresholds"]["projected"] == 0.6
     page.get_by_role("button", name="Finish…").click()
     page.get_by_label("Type staff to confirm").fill("staff")
     page.get_by_role("button", name="Delete permanently").click()
-    expect(page.locator("#migration-done")).to_have_text(
-        re.compile(r"is moved\. Start .* --threshold 0\.\d+ next time")
-    )
+    expect(page.locator("#migration-done")).to_have_text(re.compile(r"is moved\. Start .* --threshold 0\.6 next time"))
     expect(page.locator("#migration-there")).to_have_text("staff is of the next model already.")
     expect(page.locator("#migration-title")).to_be_focused()
 

@@ -121,8 +121,8 @@ USING = (
     Defect(
         "a migrated gallery's threshold is that of the laxer rows",
         "plsc/gallery/migration/judgement.py",
-        "threshold=max(spaces[name].at_count(allowed)[0] for name in later),",
-        "threshold=min(spaces[name].at_count(allowed)[0] for name in later),",
+        "new = max(spaces[name].at_count(allowed)[0] for name in later)",
+        "new = min(spaces[name].at_count(allowed)[0] for name in later)",
         ("tests/gallery/test_migration_judgement.py",),
     ),
     Defect(
@@ -228,7 +228,7 @@ USING = (
         "plsc/gallery/sqlite/rewriting.py",
         'f"INSERT INTO {table} SELECT {values} WHERE NOT EXISTS (SELECT 1 FROM {table} WHERE {same}); "',
         'f"INSERT OR IGNORE INTO {table} SELECT {values}; "',
-        ("tests/gallery/test_second_space.py",),
+        ("tests/gallery/test_moves_in_folders.py",),
     ),
     Defect(
         "a write that shares its line's sync with a read is answered before it",
@@ -313,8 +313,8 @@ USING = (
     Defect(
         "a calibration refuses the last rate that ten impostors support",
         "plsc/evaluation/calibration.py",
-        "    if allowed < MINIMUM_IMPOSTORS:",
-        "    if allowed <= MINIMUM_IMPOSTORS:",
+        "    if allowed < MINIMUM_IMPOSTORS or not roc.genuine_pairs:",
+        "    if allowed <= MINIMUM_IMPOSTORS or not roc.genuine_pairs:",
         ("tests/evaluation/test_calibration.py",),
     ),
     Defect(
@@ -490,7 +490,7 @@ USING = (
         "plsc/gallery/sqlite/rows.py",
         'for space in self._spaces():\n            self._forget("f.id = ?", faces, space)',
         'for space in [self.stored.space]:\n            self._forget("f.id = ?", faces, space)',
-        ("tests/gallery/test_second_space.py",),
+        ("tests/gallery/test_moves_in_folders.py",),
     ),
     Defect(
         "an estimate replaces a face's own vector",

@@ -19,6 +19,7 @@ from support.live_service import (
 )
 
 from plsc.embedding.embedder import Embedder
+from plsc.serve.settings import Limits
 
 NEW = "newer-model"
 BOTH = f"{CONTRACT},{NEW}"
@@ -111,6 +112,24 @@ def test_every_way_to_enrol_names_the_model(gallery: tuple[Path, list[int]], cha
         assert contract(live) == BOTH
 
 
+def test_no_refused_write_names_the_model(gallery: tuple[Path, list[int]]) -> None:
+    folder, people = gallery
+    faces = {"faces": [image_input(picture(8))]}
+    with serving(folder, Linear()) as live:
+        assert live.ask("PUT", f"{PLACE}/persons/by-external-id/x", faces).status_code == 201
+    with serving(folder, Newer(), limits=Limits(persons=5)) as live:
+        refused = [
+            live.ask("POST", f"{PLACE}/persons/999/faces", faces),
+            live.ask("POST", f"{PLACE}/persons", {**faces, "external_id": "x"}),
+            live.ask("PUT", f"{PLACE}/persons/by-external-id/y", faces, headers={"If-Match": '"1.1"'}),
+            live.ask("POST", f"{PLACE}/persons", {"persons": [faces, faces]}),
+        ]
+        assert [answer.status_code for answer in refused] == [404, 409, 412, 507]
+        assert contract(live) == CONTRACT
+        known = live.ask("POST", f"{PLACE}/persons?on_known=add", {"faces": [image_input(picture(1))]})
+        assert (known.status_code, known.json()["id"], contract(live)) == (200, people[1], BOTH)
+
+
 def test_what_is_not_compatible_or_is_being_moved_is_refused(gallery: tuple[Path, list[int]]) -> None:
     folder, people = gallery
     query = {"query": image_input(picture(1))}
@@ -150,13 +169,13 @@ def test_a_gallery_of_two_models_moves_to_one(gallery: tuple[Path, list[int]]) -
         for person, seed in [*zip(people, range(3), strict=True), (late, 7)]:
             sent = {"faces": [image_input(picture(seed))]}
             assert live.ask("POST", f"/v1/migrations/staff/persons/{person}/pictures", sent).status_code == 200
-        assert live.ask("POST", "/v1/migrations/staff/cut-over", {"max_loss": 1}).status_code == 200
+        assert live.ask("POST", "/v1/migrations/staff/cut-over", {"max_loss": 1, "threshold": 0.5}).status_code == 200
         assert search(live, 2)[0]["contract_id"] == NEW
         since = enrol(live, 11)
         assert live.ask("POST", "/v1/migrations/staff/roll-back").status_code == 200
         answer, who, _ = search(live, 11)
         assert (answer["contract_id"], who) == (BOTH, since)
-        assert live.ask("POST", "/v1/migrations/staff/cut-over", {"max_loss": 1}).status_code == 200
+        assert live.ask("POST", "/v1/migrations/staff/cut-over", {"max_loss": 1, "threshold": 0.5}).status_code == 200
         assert live.ask("POST", "/v1/migrations/staff/finish").status_code == 200
     with serving(folder, Newer()) as live:
         assert search(live, 11)[1:] == (since, pytest.approx(1, abs=1e-6))

@@ -22,6 +22,7 @@ import pytest
 import torch
 from PIL import Image
 from support.live_service import Live, image_input, live_service, picture
+from support.pictures import smooth
 from support.waiting import wait_until
 
 from plsc.data import decode_image
@@ -289,27 +290,19 @@ def test_the_end_does_not_wait_for_decoding(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def smooth(width: int, height: int) -> Any:
-    """A picture without details that shrinking would lose."""
-    return (
-        Image.effect_noise((width // 25, height // 25), 90)
-        .convert("RGB")
-        .resize((width, height), Image.Resampling.BICUBIC)
-    )
-
-
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(smooth(801, 603), "JPEG", quality=95, exif=exif)
-    landmarks = 200 + 2.0 * TEMPLATE
-    with decoding(800 * 603 // 4, 10**6) as process:
-        shrunk, divisor = process.decode(data, "x")
-        assert (divisor, sorted(shrunk.shape)) == (4, [3, 151, 201])
-        crop = decode(process, data, "x", Preprocessing(112), landmarks, None).pixels
-        full = align_face(decode_image(data, "x"), landmarks, 112)
-        assert (crop.float() - full).abs().mean() < 4 < (crop.float() - full.flip(-1)).abs().mean()
+def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture():
+    """Shrinking makes a difference of 1.3; landmarks beside their place by one pixel of the file, 3.6."""
+    landmarks, image = 200 + 2.0 * TEMPLATE, smooth(803, 601)
+    with decoding(803 * 601 // 4, 10**6) as process:
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            data = encoded(image, "JPEG", quality=95, exif=exif)
+            shrunk, divisor, _ = process.decode(data, "x")
+            assert (divisor, sorted(shrunk.shape)) == (4, [3, 151, 201])
+            crop = decode(process, data, "x", Preprocessing(112), landmarks, None).pixels
+            full = align_face(decode_image(data, "x"), landmarks, 112)
+            assert (crop.float() - full).abs().mean() < 2, orientation
 
 
 @pytest.mark.slow

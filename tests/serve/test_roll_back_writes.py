@@ -174,7 +174,7 @@ def test_a_thousand_writes_after_the_cut_over_are_there_after_the_roll_back(tmp_
         for id, one in writer.people.items():
             assert client.send_pictures(NAME, id, [picture(seed) for seed in one.faces.values()]) == [*one.faces]
         writer.agree(CONTRACT)
-        client.migrate(NAME, "cut-over", max_loss=1)
+        client.migrate(NAME, "cut-over", max_loss=1, threshold=0.5)
         before, ways = set(writer.people), set[str]()
         for number in range(WRITES):
             ways.add(writer.write())
@@ -190,5 +190,5 @@ def test_a_thousand_writes_after_the_cut_over_are_there_after_the_roll_back(tmp_
         writer.client = client
         writer.agree(CONTRACT)
         client.compact(NAME)
-        client.migrate(NAME, "cut-over", max_loss=1)
+        client.migrate(NAME, "cut-over", max_loss=1, threshold=0.5)
         writer.agree(NEW)

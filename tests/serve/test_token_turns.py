@@ -83,8 +83,14 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def keep_at_work(busy: pytest.MonkeyPatch) -> None:
+    """Take nobody for idle from here on until that is undone, however long this process waits for a processor."""
+    busy.setattr(turns, "_IDLE_PART", 0.0)
+
+
 def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
     """Each chunk of a byte costs a hundred times as much as its bytes."""
+    keep_at_work(busy)
     crumbs = b"1\r\n \r\n" * 5_000 + b"0\r\n\r\n"
     head = f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nTransfer-Encoding: chunked\n"
     with contextlib.ExitStack() as closing:
@@ -113,12 +119,15 @@ def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
     with contextlib.ExitStack() as closing:
         began, release = closing.enter_context(held_up(store, "persons"))
         head = "GET /v1/collections/large/persons?limit=200 HTTP/1.1\n"
-        unread = [closing.enter_context(send(guarded, "reader", head)) for _ in range(12)]
+        unread = [closing.enter_context(send(guarded, "reader", head)) for _ in range(11)]
         for _ in range(service.STORE_SHARE):
             assert began.acquire(timeout=30)
+        keep_at_work(busy)
         for served in range(80):
             assert guarded.ask("GET", PLACE, by="other").status_code == 200
-            if served == 20:
+            if served == 10:  # now they are two, and the reader pays for the first time
+                unread.append(closing.enter_context(send(guarded, "reader", head)))
+            if served == 40:
                 release.set()
         assert not any(map(is_answered, unread))
         busy.undo()
@@ -129,6 +138,7 @@ def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
 
 def test_a_filter_waits_for_its_turn_between_its_conditions(guarded, busy):
     """Each look at a condition costs ten seconds, by a clock that says so."""
+    keep_at_work(busy)
     looked, ticks = [], itertools.count(step=10.0)
     narrow = SqliteRows._matching_persons
     busy.setattr(sqlite_store, "_LOOKED_UP_AT_ONCE", 1)
@@ -196,6 +206,8 @@ def test_a_change_passes_those_of_another_token_that_wait(guarded, monkeypatch):
 
 
 def test_who_has_taken_more_waits_while_others_are_at_work(busy):
+    keep_at_work(busy)
+
     async def run() -> list[str]:
         tokens, order, ended = TokenTurns(), [], threading.Event()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from support.live_service import Live, image_input, live_service, picture
+from support.pictures import smooth, stored
 
 from plsc.serve import decoding
 from plsc.serve.settings import MIB, Limits
@@ -159,23 +159,17 @@ def test_a_wrong_type_is_told_the_right_ones(live, path, kind, said):
     assert said in answer.json()["error"]["message"], answer.text
 
 
-def heic(width: int, height: int) -> bytes:
-    pillow_heif = pytest.importorskip("pillow_heif")
-    image = Image.effect_noise((max(width // 25, 4), max(height // 25, 4)), 80).convert("RGB").resize((width, height))
-    file = io.BytesIO()
-    pillow_heif.from_pillow(image).save(file, quality=60)
-    return file.getvalue()
-
-
 def test_avif_of_twelve_megapixels_is_read(live):
-    file = io.BytesIO()
-    Image.effect_noise((160, 120), 80).convert("RGB").resize((4032, 3024)).save(file, "AVIF", speed=10)
-    read = live.ask("POST", PERSONS, content=file.getvalue(), headers={"Content-Type": "image/avif"})
+    data = stored(smooth(4032, 3024), "AVIF", speed=10)
+    read = live.ask("POST", PERSONS, content=data, headers={"Content-Type": "image/avif"})
     assert (read.status_code, len(read.json()["faces"])) == (201, 1), read.text
 
 
 def test_photos_of_iphones_are_read_where_the_service_can(live, monkeypatch):
-    data = heic(4032, 3024)
+    pillow_heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    pillow_heif.from_pillow(smooth(4032, 3024)).save(file, quality=60)
+    data = file.getvalue()
     assert len(data) < MIB
     sent = {"content": data, "headers": {"Content-Type": "image/heic"}}
     read = live.ask("POST", PERSONS, **sent, params={"name": "Ada"})

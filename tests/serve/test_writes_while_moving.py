@@ -67,7 +67,7 @@ def test_a_request_sent_again_is_written_once_into_both_spaces(live: Live) -> No
     sent = live.ask("POST", f"{MOVE}/persons/1/pictures", {"faces": [image_input(picture(0))]})
     assert sent.json() == {"faces": [1]}
     for name, model in (("pause", CONTRACT), ("cut-over", NEW), ("roll-back", CONTRACT)):
-        step(live, name, {"max_loss": 1} if model == NEW else None)
+        step(live, name, {"max_loss": 1, "threshold": 0.5} if model == NEW else None)
         again = keyed(live, "during", 1)
         assert (again.status_code, again.content) == (201, first.content)
         assert again.headers["Idempotent-Replayed"] == "true"
@@ -81,7 +81,7 @@ def test_a_request_sent_again_is_written_once_into_both_spaces(live: Live) -> No
 def test_an_etag_is_renewed_by_changes_of_the_person_and_by_no_step(live: Live) -> None:
     path = f"{PERSONS}/by-external-id/tagged"
     tag = live.ask("PUT", path, body(10)).headers["ETag"]
-    step(live, "cut-over", {"max_loss": 1})
+    step(live, "cut-over", {"max_loss": 1, "threshold": 0.5})
     assert live.ask("GET", path).headers["ETag"] == tag, "nothing that the answer shows has changed"
     for given, seed in ((body(11), 11), (body(12), 12)):
         put = live.ask("PUT", path, given, headers={"If-Match": tag})
@@ -101,7 +101,7 @@ def test_a_quota_counts_a_person_once(live: Live) -> None:
     there = live.ask("GET", STAFF).json()["persons"]
     more = [live.ask("POST", PERSONS, body(20 + number)) for number in range(6 - there)]
     assert [answer.status_code for answer in more] == [201] * (5 - there) + [507]
-    step(live, "cut-over", {"max_loss": 1})
+    step(live, "cut-over", {"max_loss": 1, "threshold": 0.5})
     assert live.ask("POST", PERSONS, body(30)).status_code == 507
     for answer in more[:-1]:
         assert live.ask("DELETE", f"{PERSONS}/{answer.json()['id']}").status_code == 204
@@ -153,7 +153,7 @@ def test_who_expires_leaves_both_spaces(live: Live) -> None:
     assert all(left(live, needles))
     wait_until(lambda: live.ask("GET", MOVE).json()["faces"] == before["faces"])
     assert found(live, 40) == (CONTRACT, [])
-    step(live, "cut-over", {"max_loss": 1})
+    step(live, "cut-over", {"max_loss": 1, "threshold": 0.5})
     assert found(live, 40) == (NEW, [])
     assert live.ask("GET", MOVE).json()["lacking"] == 0
     assert live.ask("POST", f"{STAFF}/compact").status_code == 200

@@ -333,13 +333,10 @@ class PageRun:
 def options_of(command: str) -> set[str]:
     """The options that ``plsc COMMAND`` and its sub-commands take, keys of a configuration included."""
     import argparse
-    import importlib
 
     from plsc import config
 
-    tool = importlib.import_module(f"plsc.tools.{command}")
-    parser = argparse.ArgumentParser()
-    tool.configure(parser)
+    tool, parser = _tool(command)
     options = {"--json"} | {f"--{key}" for key in config.KEYS if getattr(tool, "accepts_overrides", False)}
     pending = [parser]
     while pending:
@@ -348,6 +345,29 @@ def options_of(command: str) -> set[str]:
             if isinstance(action, argparse._SubParsersAction):
                 pending += action.choices.values()
     return options
+
+
+def unknown_words(command: str, words: Sequence[str]) -> list[str]:
+    """The words that the parser of ``plsc COMMAND`` leaves over; sentences may leave out what the command asks for."""
+    tool, parser = _tool(command)
+    parser.add_argument("--json")
+    for action in parser._actions:
+        action.required = False
+    try:
+        left = parser.parse_known_args([word for word in words if word != "--help"])[1]
+    except SystemExit:  # an option without its value, as sentences name them
+        return []
+    return [] if getattr(tool, "accepts_overrides", False) else left
+
+
+def _tool(command: str) -> tuple[Any, Any]:
+    """The module of a command, and its parser."""
+    import argparse
+    import importlib
+
+    tool, parser = importlib.import_module(f"plsc.tools.{command}"), argparse.ArgumentParser(conflict_handler="resolve")
+    tool.configure(parser)
+    return tool, parser
 
 
 def _exit_code(function: Callable[[], int]) -> int:

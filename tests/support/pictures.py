@@ -16,6 +16,13 @@ def picture(path: Path, seed: int = 0) -> Path:
     return path
 
 
+def smooth(width: int, height: int) -> Any:
+    """A Pillow image without details that shrinking would lose, nor large areas of one colour."""
+    spots = np.random.default_rng(0).normal(128, 90, (max(height // 25, 4), max(width // 25, 4)))
+    image = Image.fromarray(spots.clip(0, 255).astype(np.uint8)).convert("RGB")
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
 def stored(image: Any, kind: str, **options: Any) -> bytes:
     """The file of a Pillow image."""
     file = io.BytesIO()

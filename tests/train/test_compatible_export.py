@@ -1,6 +1,7 @@
 """`plsc export --compatible-with`: what a file states of a run with compatible.with, and who takes it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def run(folder: Path, line: str) -> int:
     return main([word.replace("@", f"{folder}/") for word in line.split()])
 
 
+def train(folder: Path, options: str) -> None:
+    """Train a small model, on the CPU."""
+    (folder / "small.toml").write_text('backbone = "resnet7"\nembedding_dim = 16\nprecision = "fp32"\n')
+    data = f"--data.train avatars:4x3 --data.image_size {SIZE} --data.batch_size 6 --data.workers 0"
+    assert run(folder, f"train @small.toml {data} --optim.warmup_steps 0 --out {options}") == 0
+
+
 def make_run(folder: Path, seed: int, config: str, width: int = 16) -> None:
     """What a training leaves, with random weights."""
     folder.mkdir()
@@ -37,9 +45,9 @@ def make_run(folder: Path, seed: int, config: str, width: int = 16) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs, their exports, and an index by the old model."""
     folder = tmp_path_factory.mktemp("compatible")
-    make_run(folder / "old", 1, "")
+    train(folder, "@old --steps 2")
     make_run(folder / "narrow", 2, "", width=8)
-    make_run(folder / "new", 3, f'[compatible]\nwith = "{folder}/old"\n')
+    train(folder, "@new --steps 1 --compatible.with @old")
     assert run(folder, "export @old --format onnx --out @old.onnx") == 0
     assert run(folder, "embed @old.onnx --data avatars:4x3 --out @old.emb --workers 0") == 0
     assert run(folder, "index build @old.emb --out @old.idx") == 0
@@ -108,6 +116,7 @@ def test_what_the_training_does_not_tell_is_refused(
     assert not (folder / "refused.onnx").exists()
 
 
+@pytest.mark.exhaustive
 def test_several_models_and_centres_that_are_gone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "export @newer --format onnx --out @newer.onnx --compatible-with @old @new"
     assert run(folder, line) == 0
@@ -118,3 +127,24 @@ def test_several_models_and_centres_that_are_gone(folder: Path, capsys: pytest.C
     assert run(folder, "export @last --format onnx --out @last.onnx --compatible-with @new") == 0
     assert run(folder, "export @new --format torch --out @x.pt2 --compatible-with @old") == 2
     assert "--compatible-with is an option of --format onnx" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_the_model_is_the_one_of_the_step_whose_centres_the_run_has(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("old", "new"):
+        shutil.copytree(folder / name, tmp_path / name)
+    (tmp_path / "new/config.toml").write_text(f'[compatible]\nwith = "{tmp_path}/old"\n')
+    train(tmp_path, "@old --steps 3 --resume auto")
+    line = "export @new --format onnx --overwrite --out @new.onnx --compatible-with"
+    assert run(tmp_path, f"{line} {folder}/old.onnx") == 0
+    assert "nothing here tells" not in capsys.readouterr().err
+    assert run(tmp_path, f"{line} @old") == 2
+    assert "did not make" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "old/checkpoints/step-00000002")
+    assert run(tmp_path, f"{line} @old") == 0
+    assert "nothing here tells which model made" in capsys.readouterr().err
+    (tmp_path / "new/config.toml").write_text("compatible = 3\n")
+    assert run(tmp_path, f"{line} @old") == 2
+    assert "is no run that was trained with compatible.with" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,16 @@ from support.tiny_runs import (
 )
 
 import plsc
-from plsc.config import load
+from plsc.config import load, to_dict
 from plsc.data import open_dataset
-from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import DataError, UsageError
+from plsc.embedding.set_writer import SetWriter, write_embedding_set
+from plsc.errors import DataError, PlscError, UsageError
 from plsc.losses import CosFace
 from plsc.tools.entry import main
 from plsc.train.class_centres import open_centres
 from plsc.train.compatible import InfluenceLoss, _matched
 from plsc.train.metrics import read_metrics
+from plsc.train.state import _check_centres
 
 Ranks = Any
 OLD = {"data.train": "avatars:6x6", "epochs": None, "steps": 4}
@@ -123,12 +126,14 @@ def held(mesh, out, changes):
 
 def test_the_centres_are_the_old_runs_rows_by_name_and_stay(ranks, tmp_path, old):
     rows = ranks(1, stored, old, 4, "head.")[0]["weight"]
+    with open_centres(str(old)) as centres:
+        digest = centres.digest()
     for (first, stop), own, centre_of, identity in ranks(
         2, held, tmp_path / "run", {**NEW, "data.batch_size": 6, "compatible.with": str(old)}
     ):
         assert torch.equal(own, rows[first:stop].to(own))
         assert centre_of.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
-        assert identity == {"classes": 6, "matched": 6, "origin": "step 4"}
+        assert identity == {"classes": 6, "origin": "step 4", "digest": digest}
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_and_logs_the_loss(ranks, tmp_path, old):
@@ -183,6 +188,42 @@ def test_strategies_take_it(ranks, tmp_path, old, changes):
     assert all(0 < value < 100 for value in lines)
 
 
+@pytest.mark.parametrize(("world", "size", "accumulate"), [(1, 3, 4), (2, 3, 2)])
+def test_micro_batches_with_few_known_samples_step_as_one_batch(ranks, tmp_path, world, size, accumulate):
+    save_file({"weight": torch.randn(3, 16, generator=torch.manual_seed(0))}, tmp_path / "old.safetensors")
+    names = [[name] for name in open_dataset("avatars:10x6").class_names[2:5]]
+    (tmp_path / "old.json").write_text(json.dumps({"classes": names}))
+    common = {**NEW, "steps": 3, "backbone": "smooth", "data.augment": "none", "optim.lr": 0.005}
+    common |= {"compatible.with": str(tmp_path / "old.safetensors"), "compatible.weight": 5.0}
+    ranks(1, run, tmp_path / "whole", common)
+    ranks(world, run, tmp_path / "parts", {**common, "data.batch_size": size, "optim.accumulate": accumulate})
+    steps = [[line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
+    for one, other in zip(*steps, strict=True):
+        for name in ("loss", "influence_loss", "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3), name
+
+
+def shares(mesh, out, changes):
+    """What each of a step's micro-batches weighs in the influence loss."""
+    found = []
+    with open_trainer(mesh, out, changes, None) as trainer:
+        compatible = trainer.components.compatible
+        share = compatible.share
+        compatible.share = lambda labels: found.append(share(labels)) or found[-1]
+        trainer.stepper.step(next(trainer._groups()), 0)
+    return [float(each) for each in found]
+
+
+def test_the_micro_batches_of_a_pipeline_weigh_what_they_know(ranks, tmp_path, old):
+    changes = {**NEW, "backbone": "vit_of_pipelines", "parallel.pp": 2, "data.batch_size": 8}
+    changes |= {"parallel.pp_micro_batches": 4, "optim.accumulate": 2, "compatible.with": str(old)}
+    last, first = ranks(2, shares, tmp_path / "run", changes)
+    assert first == []
+    assert len(last) == 8
+    assert sum(last) == pytest.approx(1)
+    assert len(set(last)) > 1
+
+
 def test_tables_of_files_and_embedding_sets_are_centres_too(tmp_path, old, capsys):
     out = tmp_path / "old.safetensors"
     assert main(["table", "export", str(old), str(out)]) == 0
@@ -213,6 +254,22 @@ def test_tables_of_files_and_embedding_sets_are_centres_too(tmp_path, old, capsy
         expected = [unit[labels == label].sum(0) for label in (0, 1, 2, 4)]
         assert np.allclose(centres.read(0, 4)[:, 0], expected, atol=1e-6)
         assert torch.equal(centres.read(1, 3), centres.read(0, 4)[1:3])
+
+
+def test_a_damaged_embedding_set_is_refused(tmp_path, monkeypatch):
+    vectors, about = np.ones((4, 8), np.float32), {"contract_id": "c", "labels": np.array([0, 1, 2, 1])}
+    write_embedding_set(tmp_path / "changed", vectors, class_names=["a", "b", "c"], **about)
+    file = tmp_path / "changed/shard-00000/embeddings.npy"
+    file.write_bytes(file.read_bytes()[:-4] + bytes(4))
+    finish = SetWriter.finish
+    monkeypatch.setattr(SetWriter, "finish", lambda writer, names: finish(writer, names[:2]))
+    write_embedding_set(tmp_path / "odd", vectors, class_names=["a", "b", "c"], **about)
+    for name, message in (
+        ("changed", r"embeddings\.npy"),
+        ("odd", "holds labels outside its 2 classes; embed it again"),
+    ):
+        with pytest.raises(PlscError, match=message):
+            open_centres(str(tmp_path / name)).__enter__()
 
 
 def test_an_old_run_whose_classes_have_names_of_their_own(ranks, tmp_path):
@@ -256,6 +313,42 @@ def test_a_run_does_not_go_on_with_other_centres(ranks, tmp_path):
     assert "holds other centres (step 6) than when the run began (step 4)" in found
     kept = str(tmp_path / "old/checkpoints/step-00000004")
     assert ranks(1, refusal, tmp_path / "run", {**changes, "compatible.with": kept}, "auto") == [""]
+
+
+def test_an_old_run_that_began_anew_is_another_one(ranks, tmp_path):
+    ranks(1, run, tmp_path / "old", OLD)
+    changes = {**NEW, "compatible.with": str(tmp_path / "old"), "head.max_classes": 20, "data.train": "avatars:4x6"}
+    ranks(1, run_until, tmp_path / "run", changes, None, 2)
+    more = {**changes, "data.train": "avatars:10x6"}  # of which more have a centre
+    assert ranks(1, refusal, tmp_path / "run", {**more, "steps": 3}, "auto") == [""]
+    shutil.rmtree(tmp_path / "old")
+    ranks(1, run, tmp_path / "old", {**OLD, "seed": 9})
+    (found,) = ranks(1, refusal, tmp_path / "run", more, "auto")
+    assert "other centres (step 4) than when the run began (step 4): rows or names are others; give" in found
+
+
+def test_checkpoints_of_earlier_versions_are_compared_by_what_they_hold():
+    head = plsc.ShardedHead(8, 2, margin=CosFace(s=8.0, m=0.0), momentum_dtype=None)
+    now = InfluenceLoss(head, torch.tensor([0, 1]), 1.0, "step 4", "aa")
+    components = SimpleNamespace(compatible=now, config=load(None, {"compatible.with": "old"}))
+    state = {"config": to_dict(components.config), "compatible": {"classes": 2, "matched": 1, "origin": "step 4"}}
+    _check_centres(state, components)
+    state["compatible"]["digest"] = "bb"
+    with pytest.raises(UsageError, match="holds other centres"):
+        _check_centres(state, components)
+
+
+def test_a_copied_checkpoint_needs_names_and_a_file_is_said_to_go_by_number(ranks, tmp_path, old):
+    copy = shutil.copytree(old / "checkpoints/step-00000004", tmp_path / "step-00000004")
+    with pytest.raises(UsageError, match=f"copy the old run's classes.json to {tmp_path / 'classes.json'}, or name"):
+        open_centres(str(copy)).__enter__()
+    shutil.copy(old / "classes.json", tmp_path)
+    with open_centres(str(copy)) as copied, open_centres(str(old)) as centres:
+        assert copied.digest() == centres.digest()
+    main(["table", "export", str(old), str(tmp_path / "t.safetensors")])
+    changes = {**NEW, "data.train": "avatars:6x6", "steps": 1, "compatible.with": str(tmp_path / "t.safetensors")}
+    ranks(1, run, tmp_path / "run", changes)
+    assert "which 6 classes of 6 here have, by number; weight" in (tmp_path / "run/train.log").read_text("utf-8")
 
 
 @pytest.mark.parametrize("content", ["[]", '{"classes": ["a"]}', '{"classes": [1, 2]}'])

@@ -112,7 +112,7 @@ def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> No
     lost = "(rank 1|another rank)" if mode == "hasty" else "rank 1"  # who does not wait may not learn which
     line = rf"plsc train: error: rank [02] lost touch with {lost}; --resume auto goes on from the last checkpoint"
     assert re.fullmatch(line, errors[0])
-    assert "Traceback" not in "".join(texts)
+    assert not re.search(r"Traceback|\[W\d", "".join(texts)), texts  # nor a warning of torch's
 
 
 def errors_of(ranks: list["subprocess.Popen[str]"], waiting: list[int]) -> list[str]:
@@ -140,6 +140,16 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
         ranks[1].send_signal(signal.SIGSTOP)
         (line,) = errors_of(ranks, [0, 2])
     assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.*step \d+': the others wait", line)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_asked_to_stop_end_with_the_code_of_the_signal(tmp_path: Path) -> None:
+    with started(3, tmp_path, "working") as ranks:
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        (line,) = errors_of(ranks, [0, 1, 2])
+        assert [process.wait() for process in ranks] == [128 + signal.SIGTERM] * 3
+    assert re.match(r"plsc train: error: stopped by a signal after step \d+; its checkpoint is written", line)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=15
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 StateSaveLocation={folder}/state
@@ -53,6 +53,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+SchedulerParameters=sched_interval=1
 SelectType=select/linear
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -120,7 +121,7 @@ def end_jobs(environment: dict[str, str]) -> None:
         time.sleep(0.2)
 
 
-def wait_for_text(log: Path, text: str, seconds: float = 120.0) -> str:
+def wait_for_text(log: Path, text: str, seconds: float = 250.0) -> str:
     deadline = time.monotonic() + seconds
     while text not in (found := log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline, f"no {text!r} in:\n{found}"

@@ -13,7 +13,7 @@ from plsc.models.preprocessing import Preprocessing
 from untrusted.samples import EMBED, Case, Samples, arguments, members_of, packed
 
 SIDE = 32
-WIDE = 3000
+WIDE = 1500
 
 
 class Program(nn.Module):
@@ -50,6 +50,8 @@ def save(more: Callable[[Tensor], Tensor], path: Path) -> None:
     example = torch.zeros(2, 3, SIDE, SIDE)
     batch = torch.export.Dim("batch", min=1)
     exported = torch.export.export(Program(more), (example,), dynamic_shapes=({0: batch},))
+    for node in exported.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        node.args = (node.args[0], "assertion")  # an attacker would not leave the sentence, which is refused by itself
     about = {"format": FORMAT, "embedding_dim": 3, "contract_id": "0" * 16}
     save_program(exported, path, {**Preprocessing(SIDE).to_dict(), **about})
 
@@ -73,9 +75,12 @@ def _without_contract(folder: Path, samples: Samples) -> list[str]:
     return words
 
 
-CASES: dict[str, Case] = {
-    "4.7 GiB of a constant": _embedded(_constant),
-    "300 products of 3,000 x 3,000": _embedded(_products),
-    "products of the bright pixels": _embedded(_bright),
-    "no contract_id": _without_contract,
+# Of each what its refusal says: another check refuses a file whose crafting no longer does what it is called.
+_CRAFTED: dict[str, tuple[Case, str]] = {
+    "4.7 GiB of a constant": (_embedded(_constant), "takes more memory than a model of its size"),
+    "300 products of 1,500 x 1,500": (_embedded(_products), "seconds to load and run"),
+    "products of the bright pixels": (_embedded(_bright), "has sizes that depend on the pictures"),
+    "no contract_id": (_without_contract, "contract_id"),
 }
+CASES = {name: case for name, (case, _) in _CRAFTED.items()}
+REASONS = {name: reason for name, (_, reason) in _CRAFTED.items()}

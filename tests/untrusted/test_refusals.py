@@ -57,6 +57,7 @@ def test_a_crafted_file_is_refused(
     assert error.startswith(f"plsc {arguments[0]}"), done
     assert ": error: " in error, done
     assert "crafted" in error, done
+    assert kind != "program" or program_files.REASONS[name] in error, done
     assert len(done.output) < LONGEST_OUTPUT, done
     assert not any(": error: " in note or "Traceback" in note for note in notes), done
     assert done.seconds <= (PROGRAM_SECONDS if kind == "program" else SECONDS), done

@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from plsc.data.codec import decode_image
+from plsc.embedding.contracts import is_of
 from plsc.embedding.embedder import Embedder, embed_images
-from plsc.errors import DataError, NotFoundError
+from plsc.errors import ConflictError, DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
+from plsc.gallery.sqlite.database import PAGE_BYTES
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
 from plsc.gallery.values import Collection, Float32, Migration, Person
@@ -28,11 +31,15 @@ from plsc.progress import Progress
 Embed = Callable[[Sequence[torch.Tensor]], Float32]  # uint8 (3, H, W) each -> (n, dim)
 Pictures = Callable[[str, Person], Mapping[int, bytes]]  # of a collection's person: image files by face
 _MOST_PAIRS, _FEWEST = 50_000, 5_000  # faces that an adapter is learned from: more change it little
+_MOST_FACES = 100  # of a person among them: the faces of a few would leave no room for others
 _SHARE = 40  # of a gallery: to learn from a face of 512 numbers takes 30 KB, to hold one 1 or 2
 _PERSONS_AT_ONCE = 32
+_PICTURES_AT_ONCE = 64  # decoded, of the same people
+_CELL_BYTES = 64  # of a vector's row in SQLite besides its numbers, encrypted or not
 _BATCH = 8  # pictures embedded at once, which others may wait for
 _SAME = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
 _SEED = 0
+LEARNED = "learned"  # of a migration's details: faces that the adapter of its estimates was learned from
 
 
 class Pairs(NamedTuple):
@@ -89,7 +96,10 @@ def require_migration(store: Store, collection: str) -> Migration:
 def room_of(store: Store, collection: str, dim: int) -> Room:
     """Return what a second space of vectors with ``dim`` numbers takes."""
     faces = store.collection(collection).faces
-    needed = faces * (2 * 4 * dim + 64)  # the rows, and the segment that a cut-over writes of them
+    cell, usable = 4 * dim + _CELL_BYTES, PAGE_BYTES - _CELL_BYTES
+    in_pages = -(-PAGE_BYTES // (usable // cell)) if cell <= usable else -(-cell // usable) * PAGE_BYTES
+    in_segment = 5 * dim + _CELL_BYTES  # which a cut-over writes: float32 and codes
+    needed = faces * (in_pages + in_segment) + PAGE_BYTES
     return Room(faces, needed, None if store.folder is None else shutil.disk_usage(store.folder).free)
 
 
@@ -134,19 +144,22 @@ def fill_from_pictures(
     after = 0
     while go_on() and (page := store.lacking(collection, after=after, limit=_PERSONS_AT_ONCE, estimated=True)):
         after = page[-1][0].id
-        found = [
+        kept = (
             (person.id, face, image)
             for person, faces in page
             for face, image in _decoded(pictures(collection, person), faces)
-        ]
-        faces = sum(len(lacks) for _, lacks in page)
-        done.without_picture += faces - len(found)
-        if found:
+        )
+        embedded = 0
+        while go_on() and (found := list(islice(kept, _PICTURES_AT_ONCE))):
             rows: dict[int, dict[int, Float32]] = {}
             for (person, face, _), row in zip(found, embed([image for _, _, image in found]), strict=True):
                 rows.setdefault(person, {})[face] = row
             done.filled += store.put_second_vectors(collection, rows, migration.contract_id)
-        progress.advance(faces)
+            embedded += len(found)
+            progress.advance(len(found))
+        without = sum(len(lacks) for _, lacks in page) - embedded
+        done.without_picture += without
+        progress.advance(without)
     progress.finish()
     return done
 
@@ -164,7 +177,9 @@ def assign_pictures(
 ) -> list[int]:
     """Give a person's faces second vectors of pictures that were sent again; returns the faces.
 
-    A picture is known by its embedding in the searched space, which the face it was enrolled as has, too.
+    A picture is known by its embedding in the searched space, which the face it was enrolled as has, too: one by the
+    other model where that has enrolled into it. After a cut-over that of a face may be an estimate, which no picture
+    replaces there: the way is back and forth.
 
     Args:
         store: holds the collection, which has a second space.
@@ -175,37 +190,47 @@ def assign_pictures(
         contracts: ids of both models.
 
     Raises:
-        ConflictError: the spaces are not of these models any more, as after a cut-over.
+        ConflictError: the spaces are not of these models any more, as after a cut-over; or searches read an estimate.
     """
-    own = {face: one.searched for face, one in store.face_vectors(collection, person.id, contracts[0]).items()}
-    assigned: dict[int, Float32] = {}
-    for picture, other in zip(searched / np.linalg.norm(searched, axis=1, keepdims=True), second, strict=True):
-        for face, vector in own.items():  # one picture may have been enrolled twice
-            if picture @ vector >= _SAME:
+    own, assigned = store.face_vectors(collection, person.id, contracts), dict[int, Float32]()
+    by_other = is_of(contracts[1], contracts[0])
+    for picture, other in zip(_unit(searched), _unit(second), strict=True):
+        for face, known in own.items():  # one picture may have been enrolled twice
+            if picture @ known.searched >= _SAME or (by_other and other @ known.searched >= _SAME):
                 assigned[face] = other
+            elif known.is_estimated and known.second is not None and other @ known.second.vector >= _SAME:
+                raise ConflictError(
+                    f"searches of {collection} read an estimate of face {face}; roll back, send its picture, and cut "
+                    "over again"
+                )
     if assigned:
         store.put_second_vectors(collection, {person.id: assigned}, contracts[1])
     return sorted(assigned)
 
 
-def pairs(store: Store, collection: str, contract_id: str, most: int | None = None) -> Pairs:
-    """Collect faces with a vector of their own in both spaces, those of people with several first.
+def _unit(rows: Float32) -> Float32:
+    unit: Float32 = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit
+
+
+def pairs(store: Store, collection: str, contract_ids: Sequence[str], most: int | None = None) -> Pairs:
+    """Collect faces with a vector of their own in both spaces, those of people with several first, a hundred of each.
 
     Args:
         store: holds the collection, which has a second space.
         collection: its name.
-        contract_id: of the searched space.
+        contract_ids: of the searched space and the second one.
         most: how many at most; None: a fortieth of the gallery, but 5,000 at the least and 50,000 at the most.
 
     Raises:
-        ConflictError: the searched space is not that of ``contract_id``, as after a cut-over meanwhile.
+        ConflictError: the spaces are not of these, as after a cut-over meanwhile.
     """
     info, migration = require_spaces(store, collection)
     room = min(info.faces, most or max(_FEWEST, min(_MOST_PAIRS, info.faces // _SHARE)))
     searched, second = (np.empty((room, dim), dtype=np.float32) for dim in (info.dim, migration.dim))
     persons = np.empty(room, dtype=np.int64)
     several, single = 0, room  # people's faces from the front, single ones from the back: these give way
-    for person, own, other in _both(store, collection, contract_id):
+    for person, own, other in _both(store, collection, contract_ids):
         if len(own) > 1:
             start, count = several, min(len(own), room - several)
             several += count
@@ -225,12 +250,18 @@ def pairs(store: Store, collection: str, contract_id: str, most: int | None = No
     return Pairs(searched[:count], second[:count], persons[:count])
 
 
-def _both(store: Store, collection: str, contract_id: str) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
+def _both(
+    store: Store, collection: str, contract_ids: Sequence[str]
+) -> Iterator[tuple[int, list[Float32], list[Float32]]]:
     """Yield each person with the vectors of those faces that have both."""
     for person in all_persons(store, collection):
         with suppress(NotFoundError):  # deleted meanwhile
-            found = store.face_vectors(collection, person.id, contract_id).values()
-            known = [(one.searched, one.second.vector) for one in found if one.second and not one.second.is_estimated]
+            found = store.face_vectors(collection, person.id, contract_ids).values()
+            known = [
+                (one.searched, one.second.vector)
+                for one in found
+                if one.second and not (one.second.is_estimated or one.is_estimated)
+            ][:_MOST_FACES]
             if known:
                 yield person.id, [own for own, _ in known], [other for _, other in known]
 
@@ -243,28 +274,33 @@ def fit(found: Pairs) -> tuple[Adapter, Float32]:
 
 
 def fill_by_adapter(store: Store, collection: str, *, quiet: bool = False) -> Filled:
-    """Give every face without a second vector an estimate, by an adapter learned from the faces that have both.
+    """Give every face without a second vector of its own an estimate, by an adapter learned from those that have both.
 
-    An estimate gives way to a vector of the face's own.
+    An estimate gives way to a vector of the face's own, and to one by an adapter that learned from more faces. How many
+    these were is kept in the migration's details, by which a judgement knows estimates that are out of date.
 
     Raises:
         ConflictError: the spaces were exchanged meanwhile; what was stored until then is right.
         DataError: too few faces have both.
     """
     (info, migration), done = require_spaces(store, collection), Filled()
-    adapter, _ = fit(pairs(store, collection, info.contract_id))
-    progress = Progress("estimate", store.count_second(collection)[0], "faces", quiet=quiet)
+    contract_ids = (info.contract_id, migration.contract_id)
+    found = pairs(store, collection, contract_ids)
+    learned, (adapter, _) = len(found.persons), fit(found)
+    del found
+    progress = Progress("estimate", sum(store.count_second(collection)), "faces", quiet=quiet)
     after = 0
-    while page := store.lacking(collection, after=after, limit=_PERSONS_AT_ONCE):
+    while page := store.lacking(collection, after=after, limit=_PERSONS_AT_ONCE, estimated=True):
         after = page[-1][0].id
         rows: dict[int, Mapping[int, Float32]] = {}
         for person, faces in page:
             with suppress(NotFoundError):  # deleted meanwhile
-                found = store.face_vectors(collection, person.id, info.contract_id)
-                own = {face: found[face].searched for face in faces if face in found}
+                known = store.face_vectors(collection, person.id, contract_ids)
+                own = {face: known[face].searched for face in faces if face in known}
                 rows[person.id] = dict(zip(own, adapter(np.stack([*own.values()])), strict=True)) if own else {}
         count = store.put_second_vectors(collection, rows, migration.contract_id, estimated=True)
         done.estimated += count
         progress.advance(count)
+    store.set_migration_details(collection, {LEARNED: learned}, contract_ids)
     progress.finish()
     return done

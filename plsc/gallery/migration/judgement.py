@@ -70,12 +70,15 @@ class Judgement:
         judged_fmr: the rate at which the spaces are compared: ``fmr``, or where that is not supported the lowest that
             is, at which ten pairs match.
         old_threshold: the service's.
-        threshold: the new one, at which as many of these pairs of different persons match as at the old one. With
+        threshold: the new one, at which as many of these pairs of different persons match as at the old one; where that
+            is not supported no more of a person's pairs either, so that a stricter old one has a stricter new one. With
             estimates it is the stricter one of both kinds of rows, so that neither has more false matches.
         spaces: by name, "old", "new" and perhaps "estimated".
         loss: how much smaller the share of a person's pairs that match is than today, of those rows that lose most;
             negative if all gain.
         loss_interval: of ``loss``.
+        threshold_loss: likewise from ``old_threshold`` to ``threshold``: other than ``loss`` where those have another
+            false-match rate than ``judged_fmr``.
         persons: who were judged.
         faces: of theirs.
         genuine_pairs, impostor_pairs: of these.
@@ -91,18 +94,24 @@ class Judgement:
     spaces: Mapping[str, SpaceRates]
     loss: float
     loss_interval: Interval
+    threshold_loss: float
     persons: int
     faces: int
     genuine_pairs: int
     impostor_pairs: int
     curves: Mapping[str, Any]
 
+    @property
+    def largest_loss(self) -> float:
+        """The larger one of ``loss`` and ``threshold_loss``."""
+        return max(self.loss, self.threshold_loss)
+
     def refuses(self, max_loss: float) -> bool:
         """True if more than ``max_loss`` of a person's pairs would be lost: the measured loss, not its interval's end.
 
         With few persons the interval ends beyond any loss that one would state.
         """
-        return self.loss > max_loss
+        return self.largest_loss > max_loss
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""
@@ -116,8 +125,8 @@ class Judgement:
         return [
             f"{matched} of {self.impostor_pairs:,} pairs of different persons match at the old threshold: its "
             f"false-match rate is below {self.fmr_bound:.1e} (95%), and the new one is as strict on these pairs, not "
-            f"beyond them; the spaces are compared at FMR {self.judged_fmr:.1e}. Take a threshold from plsc eval "
-            "--calibration on more people"
+            f"beyond them; the spaces are compared at FMR {self.judged_fmr:.1e}, and from the old to the new threshold "
+            f"TAR loses {self.threshold_loss:.4f}. Take the new threshold from plsc eval --calibration on more people"
         ]
 
     def table(self) -> str:
@@ -154,6 +163,11 @@ class _Space(NamedTuple):
             return float(np.nextafter(np.float32(self.roc.thresholds[0]), np.float32(2))), 0.0
         return float(self.roc.thresholds[points - 1]), float(self.roc.genuine[points - 1] / self.roc.genuine_pairs)
 
+    def at_tar(self, tar: float) -> float:
+        """The lowest threshold at which no larger share of a person's pairs matches."""
+        points = int(np.searchsorted(self.roc.genuine, tar * self.roc.genuine_pairs, side="right"))
+        return float(self.roc.thresholds[points - 1] if points else np.nextafter(self.roc.thresholds[0], 2))
+
     def at_threshold(self, threshold: float) -> tuple[float, int]:
         """TAR at a threshold, and how many pairs of different persons match."""
         points = int(np.searchsorted(-self.roc.thresholds, -threshold, side="right"))
@@ -168,6 +182,7 @@ def judge(
     persons: Int64,
     *,
     threshold: float | None,
+    new_threshold: float | None = None,
     fmr: float = 1e-3,
     estimated: Float32 | None = None,
     seed: int = 0,
@@ -181,6 +196,7 @@ def judge(
         new: embeddings (n, e) of the same faces by the new one.
         persons: whose faces they are, (n,).
         threshold: the service's, a cosine of the old model. None: the one of ``fmr``.
+        new_threshold: of the new model; None: the one that fits the service's.
         fmr: without a threshold, the false-match rate to judge at.
         estimated: embeddings (n, e) by an adapter that did not see their persons.
         seed: of samples and draws.
@@ -212,7 +228,7 @@ def judge(
     }
     anchor = threshold if allowed >= MINIMUM_IMPOSTORS else None
     draws = _draws(spaces, faces, anchor, max(allowed, MINIMUM_IMPOSTORS), random)
-    return _judged(spaces, faces, threshold, allowed, draws)
+    return _judged(spaces, faces, (threshold, new_threshold), allowed, draws)
 
 
 def _matched(roc: Roc, threshold: float) -> int:
@@ -238,8 +254,13 @@ def _chosen(persons: Int64, seed: int) -> Int64:
 
 
 def _judged(
-    spaces: Mapping[str, _Space], faces: Int64, threshold: float | None, allowed: int, draws: Mapping[str, Float64]
+    spaces: Mapping[str, _Space],
+    faces: Int64,
+    given: tuple[float | None, float | None],
+    allowed: int,
+    draws: Mapping[str, Float64],
 ) -> Judgement:
+    threshold, new = given
     is_supported, judged = allowed >= MINIMUM_IMPOSTORS, max(allowed, MINIMUM_IMPOSTORS)
     own = {name: space.at_count(judged) for name, space in spaces.items()}
     later = [name for name in spaces if name != "old"]
@@ -252,16 +273,23 @@ def _judged(
         own_interval, used_interval = map(_percentiles, draws[name].T)
         rates[name] = SpaceRates(*own[name], own_interval, used_tar, matched / pairs, used_interval)
     losses = draws["old"][:, 1] - np.min([draws[name][:, 1] for name in later], axis=0)
+    old = spaces["old"].at_count(allowed)[0] if threshold is None else threshold
+    accepted, _ = spaces["old"].at_threshold(old)
+    if new is None:
+        new = max(spaces[name].at_count(allowed)[0] for name in later)
+        if threshold is not None and not is_supported:
+            new = max(new, *(spaces[name].at_tar(accepted) for name in later))
     return Judgement(
         fmr=allowed / pairs,
         fmr_bound=_percentiles(draws["fmr"])[1] if is_supported else _poisson_bound(allowed) / pairs,
         is_supported=is_supported,
         judged_fmr=judged / pairs,
-        old_threshold=spaces["old"].at_count(allowed)[0] if threshold is None else threshold,
-        threshold=max(spaces[name].at_count(allowed)[0] for name in later),
+        old_threshold=old,
+        threshold=new,
         spaces=rates,
         loss=rates["old"].used_tar - min(rates[name].used_tar for name in later),
         loss_interval=_percentiles(losses),
+        threshold_loss=accepted - min(spaces[name].at_threshold(new)[0] for name in later),
         persons=len(faces),
         faces=int(faces.sum()),
         genuine_pairs=spaces["old"].roc.genuine_pairs,

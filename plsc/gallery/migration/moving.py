@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery.migration import MAX_LOSS
-from plsc.gallery.migration.filling import fit, pairs, require_migration, require_spaces
+from plsc.gallery.migration.filling import LEARNED, fit, pairs, require_migration, require_spaces
 from plsc.gallery.migration.judgement import Judgement, judge
 from plsc.gallery.store import Store
+from plsc.gallery.values import Migration
 from plsc.native.allocator import return_freed_memory
+
+_MORE_FACES = 1.25  # times as many as an adapter was learned from make another one
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,14 @@ def set_paused(store: Store, collection: str, paused: bool) -> None:
     store.set_migration_details(collection, {"paused": paused})
 
 
-def judge_move(store: Store, collection: str, threshold: float | None) -> Judgement:
+def judge_move(
+    store: Store,
+    collection: str,
+    threshold: float | None,
+    *,
+    new_threshold: float | None = None,
+    contract_id: str | None = None,
+) -> Judgement:
     """Judge a move by people who have vectors of both models, and store what was found with the new threshold.
 
     Args:
@@ -78,29 +88,57 @@ def judge_move(store: Store, collection: str, threshold: float | None) -> Judgem
         collection: its name.
         threshold: the service's, a cosine of the present model; None: the one that it was judged by before, else that
             of a false-match rate of 1e-3.
+        new_threshold: of the new model, in place of the one with the same false-match rate.
+        contract_id: of the model that ``threshold`` is of, where the collection may have been moved since it was read.
 
     Raises:
-        ConflictError: the collection is cut over.
+        ConflictError: the collection is cut over, or searched by another model; or the estimates are out of date.
         DataError: fewer than ten people have two faces with both vectors.
     """
     info, migration = require_spaces(store, collection)
     if migration.is_cut_over:
         raise ConflictError(f"{collection} is cut over already; roll back to judge the move again")
+    if contract_id not in (None, info.contract_id):
+        raise ConflictError(f"{collection} was rolled back meanwhile; judge the move again")
     if threshold is None:
         threshold = migration.details.get("thresholds", {}).get(info.contract_id)
-    found = pairs(store, collection, info.contract_id)
-    estimated = fit(found)[1] if store.count_second(collection)[1] else None
-    judgement = judge(found.searched, found.second, found.persons, threshold=threshold, estimated=estimated)
+    contract_ids = (info.contract_id, migration.contract_id)
+    found, estimated = pairs(store, collection, contract_ids), None
+    if store.count_second(collection)[1]:
+        _check_learned(migration, len(found.persons))
+        estimated = fit(found)[1]
+    judgement = judge(*found, threshold=threshold, new_threshold=new_threshold, estimated=estimated)
     del found, estimated
     return_freed_memory()
-    thresholds = {info.contract_id: threshold, migration.contract_id: judgement.threshold}
-    if threshold is None:  # who judges nobody by one today does not tomorrow
-        thresholds = {}
-    store.set_migration_details(collection, {"thresholds": thresholds, "judgement": judgement.to_dict()})
+    found_threshold = new_threshold if threshold is None else judgement.threshold  # who judges by none does not then
+    details = {"thresholds": _given(contract_ids, threshold, found_threshold), "judgement": judgement.to_dict()}
+    store.set_migration_details(collection, details, contract_ids)
     return judgement
 
 
-def cut_over(store: Store, collection: str, threshold: float | None, max_loss: float = MAX_LOSS) -> Status:
+def _given(contract_ids: tuple[str, str], *thresholds: float | None) -> dict[str, float]:
+    return {id: value for id, value in zip(contract_ids, thresholds, strict=True) if value is not None}
+
+
+def _check_learned(migration: Migration, faces: int) -> None:
+    """Raise ConflictError if the stored estimates are of an adapter of fewer faces than those that are judged."""
+    learned = migration.details.get(LEARNED, faces)
+    if faces > _MORE_FACES * learned:
+        raise ConflictError(
+            f"the estimates were learned from {learned:,} faces, and {faces:,} have vectors of both models now; "
+            "estimate again"
+        )
+
+
+def cut_over(
+    store: Store,
+    collection: str,
+    threshold: float | None,
+    max_loss: float = MAX_LOSS,
+    *,
+    new_threshold: float | None = None,
+    contract_id: str | None = None,
+) -> Status:
     """Let searches read the new model's vectors, unless that loses more than ``max_loss`` of the true accepts.
 
     Args:
@@ -108,22 +146,29 @@ def cut_over(store: Store, collection: str, threshold: float | None, max_loss: f
         collection: its name.
         threshold: as for :func:`judge_move`.
         max_loss: of the share of a person's pairs that match; 1 cuts over also what cannot be judged.
+        new_threshold: as for :func:`judge_move`; kept also where the move cannot be judged.
+        contract_id: as for :func:`judge_move`.
 
     Raises:
-        UsageError: it loses more, or cannot be judged.
-        ConflictError: faces lack a vector of the new model.
+        UsageError: it loses more; or it cannot be judged, and there is no new threshold where there was one.
+        ConflictError: faces lack a vector of the new model; or as :func:`judge_move`.
     """
-    migration = require_migration(store, collection)
+    info, migration = require_spaces(store, collection)
     if not migration.is_cut_over:
         try:
-            judgement = judge_move(store, collection, threshold)
+            judgement = judge_move(store, collection, threshold, new_threshold=new_threshold, contract_id=contract_id)
         except DataError as error:
             if max_loss < 1:
                 raise UsageError(f"{error}; or cut over without a judgement: a maximal loss of 1") from None
+            if threshold is not None and new_threshold is None:
+                raise UsageError(f"{error}; or give the new model's threshold") from None
+            contract_ids = (info.contract_id, migration.contract_id)
+            given = {"thresholds": _given(contract_ids, threshold, new_threshold)}
+            store.set_migration_details(collection, given, contract_ids)
         else:
             if judgement.refuses(max_loss):
                 raise UsageError(
-                    f"the move loses {judgement.loss:.4f} of the true accept rate, more than {max_loss:g}; "
+                    f"the move loses {judgement.largest_loss:.4f} of the true accept rate, more than {max_loss:g}; "
                     "take another model, send pictures again, or allow a larger loss"
                 )
         store.exchange_spaces(collection, migration.contract_id)

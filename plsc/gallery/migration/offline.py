@@ -1,5 +1,6 @@
 """``plsc gallery migrate``: the steps of a move in a store that no service has open."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,18 @@ def fill(
 ) -> dict[str, Any]:
     """Begin to move a collection to a model, or go on: embed the kept pictures, and estimate the rest where asked to.
 
+    After a cut-over the former model's vectors are filled, for those who were enrolled without it.
+
     Args:
         store: holds the collection.
         collection: its name.
-        embedder: the new model.
+        embedder: the new model, or after a cut-over the former one.
         flip: average over each picture and its mirror image, as the service that will serve it does.
         thumbnails: the folder of the kept pictures; None: there is none.
         adapter: give faces without a picture an estimate.
 
     Raises:
-        ConflictError: it is being moved to another model, or is cut over.
+        ConflictError: it is being moved to another model, or is cut over to this one.
         DataError: too few faces have both vectors for an adapter.
         StorageError: there is no room.
     """
@@ -39,8 +42,11 @@ def fill(
         faces, free = counted(room.faces, "face"), "" if room.free is None else f"; {room.free:,} are free"
         show(f"{collection}: vectors of {faces} will take up to {room.needed:,} bytes of disk{free}")
         store.begin_migration(collection, embedder.embedding_dim, contract_id)
-    elif found.is_cut_over:
-        raise ConflictError(f"{collection} is cut over: searches read the new model's vectors; finish, or roll back")
+    elif found.is_cut_over and found.contract_id != contract_id:
+        raise ConflictError(
+            f"{collection} is cut over: searches read the new model's vectors; finish, roll back, or name the former "
+            "model, whose vectors are kept to roll back to"
+        )
     elif found.contract_id != contract_id:
         raise ConflictError(
             f"{collection} is being moved to the contract {found.contract_id}, and this model's is {contract_id}; name "
@@ -48,7 +54,7 @@ def fill(
         )
     pictures = ThumbnailStore(store, thumbnails, keep=False)
     done = filling.fill_from_pictures(store, collection, filling.embed_with(embedder, flip), pictures.contents)
-    if adapter and store.count_second(collection)[0]:
+    if adapter and any(store.count_second(collection)):
         done.estimated = filling.fill_by_adapter(store, collection).estimated
     _tell(done)
     return vars(done)
@@ -61,9 +67,16 @@ def _tell(done: Filled) -> None:
     show(", ".join(parts))
 
 
-def report(store: Store, collection: str, threshold: float | None, plot: Path | None) -> dict[str, Any]:
-    """Judge a move, print the table, and write the curves as a picture where ``plot`` names one."""
-    judgement = moving.judge_move(store, collection, threshold)
+def report(store: Store, collection: str, thresholds: Mapping[str, Any], plot: Path | None) -> dict[str, Any]:
+    """Judge a move, print the table, and write the curves as a picture where ``plot`` names one.
+
+    Args:
+        store: holds the collection.
+        collection: its name.
+        thresholds: ``threshold`` and ``new_threshold``, as :func:`plsc.gallery.migration.moving.judge_move` takes them.
+        plot: a file.
+    """
+    judgement = moving.judge_move(store, collection, **thresholds)
     show(*judgement.table().splitlines())
     if plot is not None:
         from plsc.evaluation.report import roc_figure
@@ -73,9 +86,9 @@ def report(store: Store, collection: str, threshold: float | None, plot: Path | 
     return judgement.to_dict()
 
 
-def cut_over(store: Store, collection: str, threshold: float | None, max_loss: float) -> dict[str, Any]:
-    """Cut a collection over to the new model."""
-    found = moving.cut_over(store, collection, threshold, max_loss)
+def cut_over(store: Store, collection: str, thresholds: Mapping[str, Any], max_loss: float) -> dict[str, Any]:
+    """Cut a collection over to the new model; ``thresholds`` as for :func:`report`."""
+    found = moving.cut_over(store, collection, **thresholds, max_loss=max_loss)
     new = found.thresholds.get(found.contract_id)
     judged = "" if new is None else f" and --threshold {new:.4f}"
     show(f"{collection}: serve it with the new model{judged}; --next-model with the former one keeps both up to date")

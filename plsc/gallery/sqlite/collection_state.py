@@ -193,12 +193,26 @@ class SegmentView:
         sealed_faces, sealed_persons = self.sealed.faces[sealed_rows], self.sealed.persons[sealed_rows]
         if not faces.size:
             return sealed_scores, sealed_faces, sealed_persons
-        # The sealed segment first: its ids are smaller, and the stable sort then leaves ties in the order of ids.
         scores = np.concatenate([sealed_scores, scores], axis=1)
+        rows = np.concatenate([sealed_rows, len(self.sealed) + rows], axis=1)
         faces = np.concatenate([sealed_faces, faces], axis=1)
         persons = np.concatenate([sealed_persons, persons], axis=1)
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        return tuple(np.take_along_axis(part, order, axis=1) for part in (scores, faces, persons))  # type: ignore[return-value]
+        order = np.argsort(-scores, axis=1, kind="stable")
+        # Rounding to float32 keeps the order of float64, but makes ties: those are ranked again.
+        equal = np.diff(np.take_along_axis(scores, order, axis=1)) == 0
+        for query in np.flatnonzero(equal.any(axis=1)):
+            places = np.append(equal[query], False) | np.append(False, equal[query])
+            tied = order[query, places]
+            best = _order_of_rows(queries[query], self.sealed.vectors, self.growing.vectors, rows[query, tied])
+            order[query, places] = tied[best]
+        return tuple(np.take_along_axis(part, order[:, :k], axis=1) for part in (scores, faces, persons))  # type: ignore[return-value]
+
+
+def _order_of_rows(query: Float32, sealed: Float32, growing: Float32, rows: Int64) -> Int64:
+    """Return the order of ``rows`` (n,), those of ``growing`` counted on from ``sealed``, in float64, ties by row."""
+    ascending = np.argsort(rows)
+    vectors = [sealed[row] if row < len(sealed) else growing[row - len(sealed)] for row in rows[ascending].tolist()]
+    return ascending[rank(query, RowSource(np.stack(vectors)), np.arange(len(rows)), len(rows))[1]]
 
 
 def _best_faces(scores: list[float], faces: list[int], persons: list[int], k: int, threshold: float) -> list[Match]:
@@ -259,6 +273,7 @@ class CollectionState:
         segment: number of the current sealed segment.
         deleted: True once the collection was deleted, or its spaces were exchanged; a thread may still hold this object
             then.
+        is_exchanging: True while another state is made, which searches the second space: no vector of that changes.
         deleted_at: ``time.monotonic()`` of the first deletion whose vectors may still be in a file, if there is one.
         ann_considered: the sealed segment that approximate search was last considered for.
         next_expiry: no person expires before this time; None: none expires. Set before the view shows the person.
@@ -277,7 +292,7 @@ class CollectionState:
         self.info: Collection = stored.info
         self.segment = stored.segment
         self.persons = PersonCache()
-        self.deleted = False
+        self.deleted = self.is_exchanging = False
         self.deleted_at: float | None = time.monotonic() if len(deleted) else None
         self.ann_considered: SealedSegment | None = None
         self.next_expiry: str | None = None
@@ -305,11 +320,6 @@ class CollectionState:
         for faces in added:
             self._growing.append(faces)
         self.view = replace(view, growing=self._growing.rows, masks={})
-
-    @property
-    def second_contract_id(self) -> str | None:
-        """The contract id of the second space; None: there is none."""
-        return None if self.migration is None else self.migration.contract_id
 
     @property
     def has_expired(self) -> bool:

@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from plsc.errors import IntegrityError, NotFoundError
+from plsc.errors import ConflictError, IntegrityError, NotFoundError
 from plsc.files import storage_errors
 from plsc.gallery.second_space import exchanged
 from plsc.gallery.sqlite import SQLITE, records, unfinished
@@ -99,7 +99,7 @@ class Compactor:
             newer = list(records.read_faces(db, stored, stored.watermark))
             deleted, since = deleted_faces(db, stored.number, stored.space), unfinished.deletions_since(db)
             migration = records.find_migration(db, stored.number)
-            is_left = bool(tombstones(db, stored.number))
+            is_left = bool(tombstones(db, stored.number, most=1))
         state = CollectionState(stored, sealed, newer, deleted, None if migration is None else migration.info)
         if is_left and state.deleted_at is None:  # in a second space
             state.deleted_at = time.monotonic()
@@ -197,6 +197,8 @@ class Compactor:
         former, migration = records.find_collection(db, state.number), records.find_migration(db, state.number)
         assert former is not None, "it was checked under the write lock"
         assert migration is not None, "it was checked under the write lock"
+        if migration.space != rebuilt.stored.space:
+            raise ConflictError(f"{former.info.name} was moved anew meanwhile; look at its migration")
         info, second = exchanged(former.info, migration.info)
         stored = replace(rebuilt.stored, info=info)
         records.exchange_spaces(db, stored, replace(migration, info=second, space=former.space))
@@ -233,15 +235,14 @@ class Compactor:
         Those that the sealed segment still holds (``in_segment``, called under the write lock) keep their tombstones:
         without them, a rebuilt or reopened view would not know that the faces are deleted.
         """
-        erased = _ERASE_BATCH
-        while erased == _ERASE_BATCH:
+        keys = [-1]
+        while keys:
             with self._write_lock, self._database.writing() as db:
                 self._database.codec.sync_erased()  # before the tombstones go that tell which keys to erase
+                keys = tombstones(db, number, after=keys[-1], most=_ERASE_BATCH)
                 kept = set(in_segment())
-                faces = [face for face in tombstones(db, number) if face not in kept][:_ERASE_BATCH]
-                erase(db, faces)
+                erase(db, [key for key in keys if key not in kept])
                 unfinished.clear_deletion_time(db)
-            erased = len(faces)
 
     def reclaim_space(self, age: float, stop: Callable[[], bool]) -> None:
         """Truncate the write-ahead log, and write SQLite's file anew where that is due.
@@ -257,7 +258,7 @@ class Compactor:
             with self._database.reading() as db:
                 erased = count_erased(db)
                 faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
-            if erased > max(_MIN_ERASED, (faces + erased) // 2):
+            if erased >= max(_MIN_ERASED, (faces + erased) // 2):
                 with self._database.writing() as db:
                     unfinished.purge_erased(db)
             self._database.truncate_log()
@@ -280,10 +281,10 @@ class Compactor:
 # --- tombstones in SQLite ---
 
 
-def tombstones(db: sqlite3.Connection, number: int) -> list[int]:
-    """Return the keys of a collection's deleted vectors that may still be in a file, ascending."""
-    rows = db.execute("SELECT face FROM forgotten WHERE collection = ? ORDER BY face", (number,))
-    return [row[0] for row in rows]
+def tombstones(db: sqlite3.Connection, number: int, *, after: int = -1, most: int = -1) -> list[int]:
+    """Return the keys of a collection's deleted vectors that may still be in a file, ascending: ``most`` above one."""
+    text = "SELECT face FROM forgotten WHERE collection = ? AND face > ? ORDER BY face LIMIT ?"
+    return [row[0] for row in db.execute(text, (number, after, most))]
 
 
 def deleted_faces(db: sqlite3.Connection, number: int, space: int) -> list[int]:

@@ -152,15 +152,15 @@ class Maintenance:
         self._due.set()
         self._thread.join()
 
-    def compact(self, states: Iterable[CollectionState]) -> None:
-        """Compact ``states``, and erase what deleted collections left.
+    def compact(self, states: Callable[[], Iterable[CollectionState]]) -> None:
+        """Compact what ``states`` returns once nothing else is compacted, and erase what deleted collections left.
 
         Raises:
             StorageError: the disk is full; another time will go on from there.
         """
         with self.lock:
             self._log_holds_erased = True
-            for state in states:
+            for state in states():  # not those that a cut-over has just replaced
                 self._compact(state)
             self._compactor.erase_orphans()
             self._reclaim_space(0.0)

@@ -345,6 +345,12 @@ class SqliteRows(Rows):
             for (face, row), vector in zip(rows.items(), vectors, strict=True)
         }
 
+    def estimated_faces(self, persons: Sequence[Person]) -> set[int]:
+        """Return the faces of ``persons`` whose searched vectors are estimates."""
+        faces = [face for person in persons for face in person.faces]
+        marks = {face: self.db.execute(_MARK, (face + self.stored.space,)).fetchone() for face in faces}
+        return {face for face, mark in marks.items() if mark == (records.ESTIMATED,)}
+
     def count_second(self) -> tuple[int, int]:
         """Return how many faces have no vector in the second space, and how many an estimate."""
         filled, estimated = records.read_second_counts(self.db, self.number)

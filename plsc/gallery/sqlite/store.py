@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plsc.errors import StorageError, UsageError
+from plsc.errors import ConflictError, StorageError, UsageError
 from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.rows import Change
-from plsc.gallery.second_space import must_exchange
+from plsc.gallery.second_space import is_same_move, must_exchange
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
@@ -168,7 +168,8 @@ class SqliteStore(Store):
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         state = self._state(collection)
-        checked, second = change.check(state.info, state.migration), state.second_contract_id
+        migration = state.migration  # read once: it may be another when the check ends
+        checked = change.check(state.info, migration)
 
         def work(rows: SqliteRows) -> _T:
             result = change.work(rows, checked)
@@ -176,8 +177,11 @@ class SqliteStore(Store):
             return result
 
         with self._write_lock:
-            if self._state(collection) is not state or state.second_contract_id != second:
-                return self._change(collection, change)  # its models are others since it was checked
+            is_as_checked = state.migration is migration or is_same_move(state.migration, migration)
+            if self._state(collection) is not state or not is_as_checked:
+                return self._change(collection, change)  # its models are others since
+            if change.fills and state.is_exchanging:  # the segment is being written of the vectors that are there
+                raise ConflictError(f"{collection} is being cut over, or rolled back; send it again when that is done")
             if not change.deleting:
                 self._reserve.require()
             result = self._commit(state, work, deleting=change.deleting)
@@ -234,23 +238,32 @@ class SqliteStore(Store):
     def exchange_spaces(self, collection: str, contract_id: str) -> Collection:
         """Let searches read the second space, which is of ``contract_id``; the searched one becomes the second."""
         with self._maintenance.lock:
-            with self._reading(collection) as rows:
-                if not must_exchange(rows, contract_id):
-                    return self.collection(collection)
             former = self._state(collection)
+            with self._write_lock:  # not in the midst of a change that fills the second space
+                former.is_exchanging = True
             try:
-                with storage_errors(self.folder / COLLECTIONS):
-                    rebuilt = self._compactor.build_segment(former.number, second=True)
-                    if rebuilt is None:
-                        raise no_collection(collection)
-                    state = self._exchange_with(rebuilt, collection, contract_id)
-            except BaseException:  # a segment that nothing points to would be in the next one's place
-                with suppress(StorageError):
-                    self._compactor.remove_other_segments(former.number, former.segment)
-                raise
-            self._compactor.remove_other_segments(state.number, rebuilt.stored.segment)
+                state = self._exchange_spaces(former, collection, contract_id)
+            finally:
+                former.is_exchanging = False
         self._planner.consider(state)
         return self.collection(collection)
+
+    def _exchange_spaces(self, former: CollectionState, collection: str, contract_id: str) -> CollectionState:
+        with self._reading(collection) as rows:
+            if not must_exchange(rows, contract_id):
+                return former
+        try:
+            with storage_errors(self.folder / COLLECTIONS):
+                rebuilt = self._compactor.build_segment(former.number, second=True)
+                if rebuilt is None:
+                    raise no_collection(collection)
+                state = self._exchange_with(rebuilt, collection, contract_id)
+        except BaseException:  # a segment that nothing points to would be in the next one's place
+            with suppress(StorageError):
+                self._compactor.remove_other_segments(former.number, former.segment)
+            raise
+        self._compactor.remove_other_segments(state.number, rebuilt.stored.segment)
+        return state
 
     def _exchange_with(self, rebuilt: Rebuilt, collection: str, contract_id: str) -> CollectionState:
         """Exchange the spaces in one transaction, ``rebuilt`` being a segment of the second one."""
@@ -275,10 +288,12 @@ class SqliteStore(Store):
 
     def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
         """Delete those of ``persons`` whose time has come; returns their ids."""
-        state = self._state(collection)
         gone = super().delete_expired(collection, persons)
-        with self._write_lock, self._rows_now(state) as rows:
-            state.next_expiry = rows.next_expiry()
+        with self._write_lock:
+            state = self._states.get(collection)  # another one after a cut-over meanwhile
+            if state is not None:
+                with self._rows_now(state) as rows:
+                    state.next_expiry = rows.next_expiry()
         return gone
 
     # --- reads of one collection ---
@@ -311,10 +326,10 @@ class SqliteStore(Store):
             plain = [id for id in plain if id not in expired]
         return state.persons.get(plain, read)
 
-    def vectors(self, collection: str, person: int) -> Float32:
-        """Return the stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``."""
+    def vectors(self, collection: str, person: int, contract_id: str | None = None) -> Float32:
+        """See :class:`plsc.gallery.store.Store`."""
         while True:
-            vectors = super().vectors(collection, person)
+            vectors = super().vectors(collection, person, contract_id)
             if vectors.any(axis=1).all():  # else some were deleted, with their key, while they were read
                 return vectors
 
@@ -407,9 +422,12 @@ class SqliteStore(Store):
 
     def compact(self, collection: str | None = None) -> None:
         """Rebuild the segments, and erase deleted vectors and texts: no file of the store holds one afterwards."""
-        states = [self._state(collection)] if collection is not None else list(self._states.values())
+        if collection is not None:
+            self._state(collection)  # NotFoundError
         try:
-            self._maintenance.compact(states)
+            self._maintenance.compact(
+                lambda: [state for name, state in self._states.items() if collection in (None, name)]
+            )
         finally:
             self._reserve.hold()
 

@@ -17,6 +17,7 @@ const error = byId("migration-error");
 const done = byId("migration-done");
 const list = byId("migration-missing-list");
 const loss = byId("migration-max-loss");
+const threshold = byId("migration-threshold");
 let migration;           // of the chosen collection; null while it is not being moved, undefined until that is known
 let missing = null;      // {persons, next}
 let looked = null;       // the collection that both are of
@@ -32,21 +33,21 @@ let judged = "";         // the judgement that is drawn, as JSON
 const STEPS = {
   begin: {
     label: "Begin the move", offered: () => migration === null && mayBegin(), now: () => true,
-    told: () => `Enrolments get vectors of both models from then on, and pictures that were kept are embedded again. Searches answer as before.`,
+    told: () => `Pictures that are enrolled get vectors of both models from then on, and pictures that were kept are embedded again. Searches answer as before.`,
     body: (collection) => ({ collection }), done: (answer) => `The move has begun. It takes up to ${(answer.needed_bytes / 2 ** 20).toFixed(1)} MiB of disk.`,
   },
   pause: {
     label: "Pause", offered: () => isBefore() && !migration.is_paused, now: () => migration.lacking > 0,
     told: () => "Embeds no kept pictures for the moment. It takes a quarter of the service's time.",
-    done: () => "Paused. Enrolments get vectors of both models all the same.",
+    done: () => "Paused. Pictures that are enrolled get vectors of both models all the same.",
   },
   resume: {
     label: "Resume", offered: () => isBefore() && migration.is_paused, now: () => true,
     told: () => "Goes on embedding kept pictures.", done: () => "It goes on.",
   },
   estimate: {
-    label: "Estimate", offered: () => isBefore(), now: () => migration.lacking > 0,
-    told: () => `Gives ${words().faces} without a vector of the new model an estimate, learned from those that have both: 50 at the least, of ten ${words().many}. It is worse than a picture, and gives way to one.`,
+    label: "Estimate", offered: () => isBefore() || migration?.lacking > 0, now: () => migration.lacking + migration.estimated > 0,
+    told: () => `Gives ${words().faces} without a vector of the new model an estimate, learned from those that have both: 50 at the least, of ten ${words().many}. It is worse than a picture, and gives way to one. Estimates that are there are renewed.`,
     doing: "Estimating…", done: (answer) => `${countFaces(answer.estimated)} with an estimate.`,
   },
   judge: {
@@ -55,10 +56,10 @@ const STEPS = {
     doing: "Judging…", done: (answer) => `Judged by ${countItems(answer.judgement.persons)}.`,
   },
   "cut-over": {
-    label: "Cut over…", offered: () => isBefore(), now: () => migration.lacking === 0 && loss.validity.valid && loss.value !== "",
+    label: "Cut over…", offered: () => isBefore(), now: () => migration.lacking === 0 && loss.validity.valid && loss.value !== "" && threshold.validity.valid,
     told: () => `Judges once more; then searches read the new model's vectors. It needs one for every ${words().face}. There is a way back.`,
     ask: (collection) => ({ title: "Cut over?", text: cutOverText(collection), yes: "Cut over", no: "Not yet" }),
-    body: () => ({ max_loss: Number(loss.value) }), done: () => "Searches read the new model's vectors now.",
+    body: () => ({ max_loss: Number(loss.value), threshold: threshold.value === "" ? null : Number(threshold.value) }), done: () => "Searches read the new model's vectors now.",
   },
   cancel: {
     label: "Cancel the move…", offered: () => isBefore(), now: () => true,
@@ -81,7 +82,7 @@ const STEPS = {
 
 export function setUpMigration() {
   byId("migration-steps").replaceChildren(...Object.keys(STEPS).map(stepRow));
-  loss.oninput = showSteps;
+  loss.oninput = threshold.oninput = showSteps;
   document.addEventListener("visibilitychange", shown);
   on("info", show);
   on("collections", show);
@@ -167,9 +168,9 @@ async function take(name, button) {
 
 function cutOverText(collection) {
   const found = migration.judgement;
-  const threshold = found === null ? "" : ` with the threshold ${formatScore(found.threshold)} in the place of ${formatScore(found.old_threshold)}`;
-  const cost = found === null ? "The move was not judged yet." : `${lossText(found)}.`;
-  return `Searches in ${collection} will read the new model's vectors${threshold}. ${cost} It is refused beyond a loss of ${loss.value}. Until the move is finished, you can roll back.`;
+  const last = found === null ? "It was not judged yet." : `When it was judged last: ${lossText(found)}, and a threshold of ${formatScore(found.threshold)} in the place of ${formatScore(found.old_threshold)}.`;
+  const next = threshold.value === "" ? "which finds the threshold" : `with the threshold ${threshold.value}`;
+  return `The move of ${collection} is judged anew, ${next}, and refused beyond a loss of ${loss.value}; then searches read the new model's vectors. ${last} Until the move is finished, you can roll back.`;
 }
 
 function finishedText({ collection, contract_id: id, thresholds, snapshots }) {
@@ -293,4 +294,7 @@ const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const points = (share) => (100 * share).toFixed(1).replace("-", "−");
 
 /** How much of the true accept rate is lost, with what 95% of draws of persons lie between. */
-const lossText = ({ loss: lost, loss_interval: interval }) => `True accept rate lost: ${points(lost)} percentage points (95%: ${interval.map(points).join(" to ")})`;
+function lossText({ loss: lost, loss_interval: interval, spaces }) {
+  const isOfEstimates = spaces.estimated !== undefined && spaces.estimated.used_tar < spaces.new.used_tar;
+  return `True accept rate lost${isOfEstimates ? ` by ${words().faces} with an estimate` : ""}: ${points(lost)} percentage points (95%: ${interval.map(points).join(" to ")})`;
+}

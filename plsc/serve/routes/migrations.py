@@ -13,13 +13,14 @@ from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
 from plsc.serve import schemas
 from plsc.serve.access import charge, current_caller
+from plsc.serve.changes import KEY_DESCRIBED
 from plsc.serve.enrolment import embed_groups
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import (
     LARGEST_ID,
-    BodyRoute,
     CollectionName,
     Id,
+    KeyedRoute,
     Served,
     Upload,
     accepts,
@@ -30,7 +31,7 @@ from plsc.serve.routing import (
 from plsc.serve.schemas import Body, body_like
 from plsc.serve.service import Service, Spaces
 
-router = APIRouter(prefix="/v1/migrations", route_class=BodyRoute, tags=["migrations"])
+router = APIRouter(prefix="/v1/migrations", route_class=KeyedRoute, tags=["migrations"])
 _FACES = Upload("faces")
 
 
@@ -45,6 +46,9 @@ class CutOver(Body):
 
     max_loss: float = Field(
         MAX_LOSS, ge=0, le=1, description="Of the true accept rate; 1 cuts over what cannot be judged, too"
+    )
+    threshold: float | None = Field(
+        None, ge=-1, le=1, description="Of the new model, in place of the one that the judgement finds"
     )
 
 
@@ -139,15 +143,18 @@ def _view(service: Service, collection: str) -> MigrationView:
     return MigrationView(**asdict(moving.status(service.store, collection)))
 
 
-@router.post("", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 501, 507))
+@router.post(
+    "", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 501, 507), openapi_extra=KEY_DESCRIBED
+)
 @requires("admin", all_collections=True)
 async def begin_migration(
     body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served, request: Request
 ) -> BegunView:
     """Begin to move a collection to the service's next model (plsc serve --next-model).
 
-    From now on enrolments are embedded by both models, and pictures that were kept are embedded again. Searches answer
-    as before. Without room on the disk for a second vector of every face the answer is 503, and nothing is begun.
+    From now on pictures that are enrolled are embedded by both models, and those that were kept are embedded again.
+    Searches answer as before. Without room on the disk for a second vector of every face the answer is 503, and nothing
+    is begun.
     """
     record_collection(request, body.collection)
     if service.next_contract_id is None:
@@ -188,17 +195,18 @@ async def list_missing(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> MissingView:
     """Persons with faces that have no vector of their own by the other model: send their pictures again."""
-    found = await service.in_store(service.store.lacking, collection, after=after, limit=limit, estimated=True)
+    found = await service.in_store(service.store.lacking, collection, after=after, limit=limit + 1, estimated=True)
     shown = [
-        MissingPerson(id=one.id, external_id=one.external_id, name=one.name, faces=list(faces)) for one, faces in found
+        MissingPerson(id=one.id, external_id=one.external_id, name=one.name, faces=list(faces))
+        for one, faces in found[:limit]
     ]
-    return MissingView(persons=shown, next=shown[-1].id if len(shown) == limit else None)
+    return MissingView(persons=shown, next=shown[-1].id if len(found) > limit else None)
 
 
 @router.post(
     "/{collection}/persons/{person}/pictures",
-    responses=error_responses(404, 409, 413, 415, 422, 504, 507),
-    openapi_extra=_FACES.described(),
+    responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+    openapi_extra=_FACES.described(KEY_DESCRIBED),
 )
 @requires("admin")
 @accepts(_FACES)
@@ -228,40 +236,44 @@ async def send_pictures(
     return AssignedView(faces=faces)
 
 
-@router.post("/{collection}/estimate", responses=error_responses(404, 409, 422))
+@router.post("/{collection}/estimate", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def estimate(collection: CollectionName, service: Served) -> MigrationView:
     """Give faces without a vector of the new model an estimate, by an adapter learned from those that have both.
 
     An estimate gives way to the vector of a picture that is sent later.
     """
-    return await _changed(service, collection, lambda: filling.fill_by_adapter(service.store, collection, quiet=True))
+    await service.move(filling.fill_by_adapter, service.store, collection, quiet=True)
+    return await _told(service, collection)
 
 
-@router.post("/{collection}/judge", responses=error_responses(404, 409, 422))
+@router.post("/{collection}/judge", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def judge(collection: CollectionName, service: Served) -> MigrationView:
     """Judge the move by persons with vectors of both models, at the false-match rate of the present threshold."""
-    spaces = await service.require_collection(collection)
-    threshold = service.settings_of(spaces).threshold
-    return await _changed(service, collection, lambda: moving.judge_move(service.store, collection, threshold))
+    await service.move(moving.judge_move, service.store, collection, **await _searched(service, collection))
+    return await _told(service, collection)
 
 
-@router.post("/{collection}/pause", responses=error_responses(404))
+@router.post("/{collection}/pause", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def pause(collection: CollectionName, service: Served) -> MigrationView:
-    """Embed no kept pictures for the moment. Enrolments are embedded by both models all the same."""
+    """Embed no kept pictures for the moment. Enrolled pictures are embedded by both models all the same."""
     return await _changed(service, collection, lambda: moving.set_paused(service.store, collection, True))
 
 
-@router.post("/{collection}/resume", responses=error_responses(404))
+@router.post("/{collection}/resume", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def resume(collection: CollectionName, service: Served) -> MigrationView:
     """Go on embedding kept pictures."""
     return await _changed(service, collection, lambda: moving.set_paused(service.store, collection, False))
 
 
-@router.post("/{collection}/cut-over", responses=error_responses(404, 409, 413, 415, 422, 507))
+@router.post(
+    "/{collection}/cut-over",
+    responses=error_responses(404, 409, 413, 415, 422, 501, 507),
+    openapi_extra=KEY_DESCRIBED,
+)
 @requires("admin")
 async def cut_over(
     collection: CollectionName,
@@ -272,20 +284,22 @@ async def cut_over(
 
     Searches that are under way end with the vectors that they began with.
     """
-    threshold = service.settings_of(await service.require_collection(collection)).threshold
-    return await _changed(
-        service, collection, lambda: moving.cut_over(service.store, collection, threshold, body.max_loss)
-    )
+    chosen = {**await _searched(service, collection), "max_loss": body.max_loss}
+    if body.threshold is not None:
+        chosen["new_threshold"] = body.threshold
+    await service.move(moving.cut_over, service.store, collection, **chosen)
+    return await _told(service, collection)
 
 
-@router.post("/{collection}/roll-back", responses=error_responses(404, 409, 507))
+@router.post("/{collection}/roll-back", responses=error_responses(404, 409, 422, 501, 507), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def roll_back(collection: CollectionName, service: Served) -> MigrationView:
     """Search the former model's vectors again, with all persons that were enrolled since."""
-    return await _changed(service, collection, lambda: moving.roll_back(service.store, collection))
+    await service.move(moving.roll_back, service.store, collection)
+    return await _told(service, collection)
 
 
-@router.post("/{collection}/finish", responses=error_responses(404, 409))
+@router.post("/{collection}/finish", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def finish(collection: CollectionName, service: Served) -> FinishedView:
     """Delete the former model's vectors: after the next compaction they are in no file but snapshots."""
@@ -296,12 +310,25 @@ async def finish(collection: CollectionName, service: Served) -> FinishedView:
     return FinishedView(collection=collection, contract_id=info.contract_id, **done._asdict())
 
 
-@router.post("/{collection}/cancel", status_code=204, response_model=None, responses=error_responses(404, 409))
+@router.post(
+    "/{collection}/cancel",
+    status_code=204,
+    response_model=None,
+    responses=error_responses(404, 409, 422, 501),
+    openapi_extra=KEY_DESCRIBED,
+)
 @requires("admin")
 async def cancel(collection: CollectionName, service: Served) -> None:
     """Delete the new model's vectors, and move no more."""
     await service.change(moving.cancel, service.store, collection)
     service.forget(collection)
+
+
+async def _searched(service: Service, collection: str) -> dict[str, Any]:
+    """The thresholds of both models, and which one is searched: another's step may change that meanwhile."""
+    spaces = await service.require_collection(collection)
+    thresholds = {"threshold": service.settings_of(spaces).threshold, "new_threshold": service.settings.next_threshold}
+    return {**thresholds, "contract_id": spaces.info.contract_id}
 
 
 async def _changed(service: Service, collection: str, work: Any) -> MigrationView:

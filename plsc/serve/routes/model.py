@@ -8,13 +8,14 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.access import Right, Role, ScoreView, charge, current_caller, effective_limits
 from plsc.serve.errors import error_responses
 from plsc.serve.routing import BodyRoute, Served, Upload, accepts, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
 
 router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
-_TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs")
+_TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs", texts=("collection",))
 
 
 class ModelInfo(BaseModel):
@@ -90,9 +91,10 @@ class CompareView(BaseModel):
 
 
 class EmbeddingsBody(Body):
-    """Inputs to embed."""
+    """Inputs to embed, by the service's own model, or by the one that a ``collection`` is searched by."""
 
     inputs: list[Input] = Field(fail_fast=True, min_length=1)
+    collection: str | None = Field(None, pattern=COLLECTION_NAME, examples=["staff"])
 
 
 class EmbeddingsView(BaseModel):
@@ -139,7 +141,7 @@ async def info(service: Served) -> Info:
     )
 
 
-@router.post("/compare", responses=error_responses(413, 415, 422, 504), openapi_extra=_TWO.described())
+@router.post("/compare", responses=error_responses(409, 413, 415, 422, 504), openapi_extra=_TWO.described())
 @requires("search", counts_as="searches")
 @accepts(_TWO)
 async def compare(
@@ -158,7 +160,7 @@ async def compare(
 @router.post(
     "/embeddings",
     response_model=EmbeddingsView,
-    responses=error_responses(413, 415, 422, 504),
+    responses=error_responses(404, 409, 413, 415, 422, 504),
     openapi_extra=_SEVERAL.described(),
 )
 @requires("search", "embeddings", counts_as="embeddings")
@@ -169,10 +171,14 @@ async def embeddings(
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     charge(len(body.inputs))
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
-    vectors, warnings, *_ = await service.vectors(body.inputs, names, service.deadline(None))
+    space = service.contract_id
+    if body.collection is not None:
+        current_caller().check(requires("search"), body.collection)
+        space = (await service.require_collection(body.collection)).info.contract_id
+    vectors, warnings, *_ = await service.vectors(body.inputs, names, service.deadline(None), [space])
     answer = {
-        "contract_id": service.contract_id,
-        "dim": service.embedder.embedding_dim,
+        "contract_id": service.model_for(space),
+        "dim": vectors.shape[1],
         "embeddings": vectors.tolist(),
         **({"warnings": warnings} if warnings else {}),
     }

@@ -157,9 +157,9 @@ async def put_person(
 
     async def put(spaces: Spaces) -> tuple[Person, bool, list[str]]:
         new, crops, warnings = await embed_persons(service, spaces, [body], False)
-        about = (collection, replace(new[0], external_id=external_id), spaces.info.contract_id, crops[0])
-        await service.admit(spaces)
-        return *await service.add(service.thumbnails.put_person, *about, adds=external_id, **options), warnings
+        about = spaces, replace(new[0], external_id=external_id)
+        change = partial(service.thumbnails.put_person, crops=crops[0])
+        return *await service.enrol(change, *about, adds=external_id, **options), warnings
 
     person, is_new, warnings = await service.with_collection(collection, put)
     record_ids(request, [person.id])
@@ -254,11 +254,9 @@ async def add_faces(
 
             async def add(spaces: Spaces) -> tuple[list[int], list[str]]:
                 vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
-                about = (collection, person, vectors, spaces.info.contract_id, crops)
                 kept = claim.request(lambda faces: (faces, warnings))
-                await service.admit(spaces)
-                ids = await service.add(service.thumbnails.add_faces, *about, others=others, idempotent=kept)
-                return ids, warnings
+                change = partial(service.thumbnails.add_faces, others=others, crops=crops)
+                return await service.enrol(change, spaces, person, vectors, idempotent=kept), warnings
 
             added, warnings = await service.with_collection(collection, add)
     return schemas.with_warnings(schemas.FacesView(faces=[schemas.FaceView(id=face) for face in added]), warnings)
