@@ -97,7 +97,8 @@ class RankMonitor:
             place: what it does there, in words.
             position: grows with the progress of a rank, and is the same on all ranks at one place; by default the
                 number of calls.
-            limited: False where one rank may work for long while the others wait; it makes progress while it runs.
+            limited: False where one rank may work for long while the others wait in a collective; it makes progress
+                while it is in none.
         """
         self._place, self._limited = place, limited
         self._since, self._compiled_for = time.monotonic(), 0.0
@@ -151,7 +152,7 @@ class RankMonitor:
         """Publish where this rank is; returns a number that changes when any rank goes on."""
         stack = _Stack.of_main_thread()
         moved = self._marks != self._told_marks
-        if not self._limited or self._is_compiling(stack):
+        if not (self._limited or stack.in_collective) or self._is_compiling(stack):
             self._since, moved = now, True
         if self._own_store is None:
             return 0

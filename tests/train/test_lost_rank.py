@@ -19,17 +19,18 @@ from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
 
 # A rank's program: plsc train with short waits. With "stuck" its main thread stands still in a step, as one does that
-# waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever; with "hasty" the ranks do not
-# wait for the one that reports, whose process is at its own end then.
+# waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever; with "saving" it stops in a
+# checkpoint; with "hasty" the ranks do not wait for the one that reports, whose process is at its own end then.
 PROGRAM = textwrap.dedent("""
-    import os, sys, time
+    import os, signal, sys, time
     from plsc.data.loader import BatchReader
     from plsc.parallel.rank_monitor import RankMonitor
     from plsc.tools import entry
-    from plsc.train import failures, step
+    from plsc.train import async_checkpoint, failures, step
 
     entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.05 if sys.argv[1] == "hasty" else 0.5
     stuck, said, take, beat = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step, RankMonitor._beat
+    save = async_checkpoint.AsyncCheckpointer.save
 
     def beating(self, now):
         place, seen = self._place, beat(self, now)
@@ -51,6 +52,12 @@ PROGRAM = textwrap.dedent("""
             time.sleep(0.05)
         return take(self, group, number, stop)
 
+    def saving(*words):
+        if sys.argv[1] == "saving" and os.path.exists(said + "-place1") and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return save(*words)
+
+    async_checkpoint.AsyncCheckpointer.save = saving
     step.Stepper.step, RankMonitor._beat = stepping, beating
     sys.exit(entry.main(["train", *sys.argv[3:]]))
 """)
@@ -135,9 +142,11 @@ def test_a_rank_that_reads_for_ever_is_named_with_its_stack(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
-    with started(3, tmp_path, "working", "--parallel.timeout_seconds", "6") as ranks:
-        ranks[1].send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize("mode", ["working", "saving"])
+def test_a_rank_that_is_stopped_is_named(mode: str, tmp_path: Path) -> None:
+    with started(3, tmp_path, mode, "--parallel.timeout_seconds", "6") as ranks:
+        if mode == "working":
+            ranks[1].send_signal(signal.SIGSTOP)
         (line,) = errors_of(ranks, [0, 2])
     assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.*step \d+': the others wait", line)
 
