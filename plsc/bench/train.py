@@ -58,6 +58,7 @@ def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Ste
         "backbone": task.backbone,
         "embedding_dim": task.dim,
         "precision": task.precision,
+        "channels_last": task.device == "cuda",  # as in the recipes, which are for GPUs
         "data.image_size": task.image_size,
         "data.batch_size": task.batch,
         "data.workers": 0,
