@@ -76,7 +76,7 @@ class ParallelConfig:
             together, as with none.
         timeout_seconds: Seconds in which no rank makes progress, after which the run ends and names the ranks that the
             others wait for, with what they are at; after 30 s, or half of it, train.log names them already. Evaluations
-            and checkpoints have no limit.
+            and checkpoints have no limit while some rank works there.
     """
 
     strategy: str = key("ddp", choices="plsc.parallel.strategies:CHOICES")
