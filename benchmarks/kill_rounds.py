@@ -278,9 +278,8 @@ class Agents(Processes):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # finds a free port
         port = store.port
         del store
-        for _ in range(2):
-            self.start(_be_agent, port, str(out))
-            time.sleep(0.5)
+        for number in range(2):
+            self.start(_be_agent, port, str(out), number == 0)
 
     def kill_second(self, *, with_rank: bool) -> None:
         """Kill the agent that does not keep the rendezvous."""
@@ -304,11 +303,11 @@ def _be_rank(rank: int, world: int, port: int, out: str) -> None:
     os._exit(_train(out, "--resume", "auto"))
 
 
-def _be_agent(port: int, out: str) -> None:
+def _be_agent(port: int, out: str, is_host: bool) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    waits = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+    waits = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "is_host": is_host}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=2,

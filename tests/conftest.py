@@ -17,7 +17,9 @@ import torch
 if importlib.util.find_spec("hypothesis") is not None:  # make gpu-day takes an interpreter that may not have it
     import hypothesis
 
-    hypothesis.settings.register_profile("plsc", deadline=None)  # a busy machine is no failure
+    # A busy machine is no failure, nor is a folder that a test's examples share.
+    checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+    hypothesis.settings.register_profile("plsc", deadline=None, suppress_health_check=checks)
     hypothesis.settings.load_profile("plsc")
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;

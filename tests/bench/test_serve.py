@@ -76,13 +76,21 @@ def test_callers_ask_and_count_answers_alone(tmp_path, form):
             "address": live.server.address,
             "path": f"{place}/search",
             "clients": 3,
-            "seconds": 0.2,
             "form": form,
         }
-        figures = send_load(task)
+        seconds, figures = load_until_answered(task)
         asked, batches = search_batches(str(live.server.metrics_address))
         assert 3 <= figures["answers"] <= asked
         assert batches <= asked
-        assert figures["qps"] == figures["answers"] / 0.2
+        assert figures["qps"] == figures["answers"] / seconds
         with pytest.raises(ConnectionError, match="404"):
-            send_load({**task, "path": "/v1/collections/nowhere/search"})
+            load_until_answered({**task, "path": "/v1/collections/nowhere/search"})
+
+
+def load_until_answered(task):
+    """The figures of a load, and its seconds: more of them where the machine has answered none in a few."""
+    for seconds in (0.2, 2.0, 20.0):
+        figures = send_load({**task, "seconds": seconds})
+        if figures["answers"] >= 3:
+            break
+    return seconds, figures

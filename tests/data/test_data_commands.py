@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from support.pictures import stored
@@ -144,7 +144,7 @@ def test_pairs(faces: Path, tmp_path: Path) -> None:
         assert (names[left] == names[right]) == same
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(counts=st.lists(st.integers(1, 6), min_size=2, max_size=6), pairs=st.integers(2, 40), seed=st.integers(0, 9))
 def test_no_pair_is_drawn_twice(tmp_path: Path, counts: list[int], pairs: int, seed: int) -> None:
     data = FlatImages(counts)

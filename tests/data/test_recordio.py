@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from support.pictures import stored
@@ -23,7 +23,7 @@ from plsc.data.record_dataset import RecordDataset
 from plsc.data.recordio import MAGIC, RecordFile, record_writer, write_record
 from plsc.errors import DataError, UsageError
 
-SMALL = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL = settings(max_examples=40)
 PIECES = st.lists(
     st.one_of(st.binary(max_size=9), st.just(struct.pack("<I", MAGIC)), st.just(b"\0\0" + struct.pack("<I", MAGIC))),
     max_size=8,

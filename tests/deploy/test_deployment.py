@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -19,7 +18,7 @@ import yaml
 from support.container import Builder, Image, in_root, instructions, start_in_root
 from support.live_service import live_service
 from support.page_runner import ROOT, blocks_of
-from support.waiting import wait_until
+from support.waiting import free_port, wait_until
 
 from plsc import models
 from plsc.serve.tokens import add_token
@@ -58,6 +57,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(["debootstrap", "--variant=minbase", "bookworm", root], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no Debian can be fetched here: {done.stdout.strip().splitlines()[-1:]}")
+    (root / "etc/apt/apt.conf.d/80retries").write_text('Acquire::Retries "5";\nAcquire::http::Timeout "20";\n')
+    (root / "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
     return root
 
 
@@ -88,8 +89,7 @@ def test_the_image_serves_without_rights_and_writes_to_its_volumes_alone(image: 
     models.save_model(models.create("mobilefacenet", embedding_dim=16, image_size=48), model / "model.safetensors")
     secret = add_token(secrets / "tokens", "operator", "admin")
     os.chown(secrets / "tokens", uid, uid)
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     mounts = {"/model": model, "/run/secrets": secrets, "/packages": Path(np.__file__).resolve().parents[1]}
     environment = {**image.environment, "PYTHONPATH": "/packages", "OMP_NUM_THREADS": "1"}
     command = [*image.entrypoint, *image.command, "--port", str(port)]
@@ -179,8 +179,7 @@ def test_the_unit_is_sound_and_shut_in(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("caddy") is None, reason="needs caddy")
 def test_caddy_serves_it_as_written(tmp_path: Path) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     written = "\n".join(block.text for block in blocks_of(ROOT / "docs" / "deployment.md") if block.language == "caddy")
     secret = add_token(tmp_path / "tokens.toml", "camera", "admin")
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:

@@ -283,18 +283,23 @@ def test_training_that_does_not_repeat_or_is_wrong_is_named(doctor, monkeypatch)
 
 HANGS = """
 import os, sys, time
-from plsc.doctor import training
+from torch.distributed import TCPStore
+from plsc.doctor import examination, training
 from plsc.tools.entry import main
+imported = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+imported.add("imported", 1)
+while imported.add("imported", 0) < int(sys.argv[2]):  # the limit is none of imports
+    time.sleep(0.02)
 if os.environ["RANK"] == "1":
     training.data_parallel = lambda *args: time.sleep(100)
-sys.exit(main(["doctor", "--only", "versions", "training", "--limit", "3", "--json", sys.argv[1]]))
+sys.exit(main(["doctor", "--only", "versions", "training", "--limit", "6", "--json", sys.argv[1]]))
 """
 
 
 def start_ranks(code, file, ranks, world=2):
     """The processes of some of the ranks of a run, and the store where they meet."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", code, str(file)]
+    command = [sys.executable, "-c", code, str(file), str(len(ranks))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environments = [rank_environment(rank, world, store.port) for rank in ranks]
     return store, [subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, **pipes) for env in environments]
@@ -305,7 +310,7 @@ def start_ranks(code, file, ranks, world=2):
 def test_a_rank_that_hangs_is_named(tmp_path, ranks):
     store, processes = start_ranks(HANGS, tmp_path / "doctor.json", ranks)
     try:
-        printed = processes[0].communicate(timeout=60)[0]
+        printed = processes[0].communicate(timeout=240)[0]
     finally:
         for process in processes:
             process.kill()
@@ -314,8 +319,8 @@ def test_a_rank_that_hangs_is_named(tmp_path, ranks):
     assert processes[0].returncode == 1
     (line,) = (line for line in printed.splitlines() if line.startswith("  FAIL"))
     assert "rank 1 (" in line
-    assert "the others wait for 3 s" in line
-    assert ("in <lambda> (<string>:6)) hangs at 'training" if len(ranks) == 2 else "unknown host, no answer") in line
+    assert "the others wait for 6 s" in line
+    assert ("in <lambda> (<string>:11)) hangs at 'training" if len(ranks) == 2 else "unknown host, no answer") in line
     saved = json.loads((tmp_path / "doctor.json").read_text())
     assert saved["failures"] == ["training: ranks" if len(ranks) == 2 else "versions: ranks"]
 

@@ -191,9 +191,8 @@ def test_putting_on_conditions(able: Store) -> None:
 
 def test_who_expired_is_found_no_more_and_then_deleted(kit: Kit, able: Store) -> None:
     vectors = faces(3)
-    soon = after(1.0)
     new = [
-        NewPerson(vectors[:1], "soon", {"n": 0}, "soon", soon),
+        NewPerson(vectors[:1], "soon", {"n": 0}, "soon", after(600.0)),
         NewPerson(vectors[1:2], "later", {"n": 1}, None, "2990-06-01T12:00:00+02:00"),
         NewPerson(vectors[2:], "never", {"n": 2}),
     ]
@@ -202,6 +201,7 @@ def test_who_expired_is_found_no_more_and_then_deleted(kit: Kit, able: Store) ->
     assert found(able, vectors[0]) == [brief.id]
     assert able.expired(10) == {}
     assert able.delete_expired(GALLERY, [brief.id, later.id]) == []
+    brief = able.update_person(GALLERY, brief.id, expires=after(0.2))
     wait_for(brief.expires)
     for turn in range(2):
         assert found(able, vectors[0]) == []

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -51,7 +51,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(rows=hnp.arrays(np.float32, (3, 7), elements=numbers), query=hnp.arrays(np.float32, (1, 7), elements=numbers))
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_score_by_codes_is_within_its_bound(compiled, rows, query):

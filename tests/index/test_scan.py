@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError, UsageError
@@ -57,7 +57,7 @@ def agree(found, truth):
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     rows=st.integers(0, 700),
     dim=st.integers(1, 70),

@@ -146,7 +146,7 @@ def test_an_error_is_shown_a_move_is_cancelled_and_nobody_else_sees_it(visit: An
     page.get_by_role("button", name="Estimate").click()
     expect(page.locator("#migration-error")).to_contain_text("at the least")
     page.get_by_role("tab", name="Search").click()
-    page.wait_for_timeout(200)  # a look that was under way ends
+    page.wait_for_timeout(2000)  # a look that was under way ends
     asked.clear()
     page.wait_for_timeout(2500)
     assert not any("migrations" in url for url in asked), "it asks while it is hidden"

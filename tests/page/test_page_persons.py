@@ -150,7 +150,7 @@ def test_thumbnails_stand_beside_matches_and_persons(visit: Any, serve: Any, tmp
     page.locator("#search-picture input").set_input_files(chosen(ADA))
     rows = page.locator("#matches > li")
     expect(rows.nth(0).locator("img.thumbnail")).to_be_visible()
-    assert rows.nth(0).locator("img.thumbnail").evaluate("image => image.naturalWidth") == ADA.shape[1]
+    expect(rows.nth(0).locator("img.thumbnail")).to_have_js_property("naturalWidth", ADA.shape[1])
     expect(rows.nth(1).locator(".initials")).to_have_text("K")
     page.get_by_role("tab", name="Browse").click()
     expect(page.locator("#persons img.thumbnail")).to_have_count(1)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.ranks import run_command
+from support.waiting import free_port
 
 from plsc.errors import UsageError
 from plsc.parallel.launch import Nodes, launch
@@ -45,7 +46,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
     """)
     script = tmp_path / "script.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 128 + 9
     assert "rank 1 was killed by SIGKILL" in done.stderr
 
@@ -100,12 +101,9 @@ def test_an_address_of_another_machine_is_one_line():
 @pytest.mark.slow
 def test_two_machines_train_one_run(tmp_path):
     """Both are this one, with a rank each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     words = ["train", "avatars_quickstart", "--data.train", "avatars:6x4", "--data.image_size", "32", "--steps", "2"]
-    words += ["--data.workers", "0", "--out", str(tmp_path / "run"), "--nnodes", "2"]
-    words += ["--master-addr", "127.0.0.1", "--master-port", port, "--eval.sets", "[]", "--data.batch_size", "4"]
+    words += ["--data.workers", "0", "--data.batch_size", "4", "--eval.sets", "[]", "--out", str(tmp_path / "run")]
+    words += ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     with ThreadPoolExecutor() as machines:
         started = [machines.submit(run_command, *words, "--node-rank", str(rank)) for rank in range(2)]
         first, second = (each.result() for each in started)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import free_port
 
 import plsc
 from plsc.errors import UsageError
@@ -16,7 +17,7 @@ from plsc.parallel import Mesh, mesh, with_head_groups
 from plsc.parallel.collectives import all_gather_numbers, all_gather_object, all_gather_rows, barrier
 
 PROGRAM = textwrap.dedent("""
-    import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+    import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
     import plsc
     from plsc.parallel import shutdown
     from plsc.parallel.collectives import all_reduce_sum, barrier
@@ -39,10 +40,7 @@ PROGRAM = textwrap.dedent("""
         shutdown()
 
     if __name__ == "__main__":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(rank_main, (port,), nprocs=4)
+        mp.spawn(rank_main, (int(sys.argv[1]),), nprocs=4)
 """)
 
 
@@ -50,7 +48,7 @@ PROGRAM = textwrap.dedent("""
 def test_head_groups_find_each_other_whatever_groups_the_program_has_made(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script, str(free_port())], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from support.waiting import wait_until
 from plsc.errors import UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.values import Match, PersonSummary
+from plsc.serve import batching
 from plsc.serve.batching import DeviceWorker, Kind, Search, Searcher, SearchMatches
 from plsc.serve.errors import ApiError
 
@@ -111,7 +112,9 @@ def test_callers_who_come_again_join_those_who_waited():
     assert run(scenario, max_wait=20)[2].batches == [("a", 1), ("a", 4)]
 
 
-def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
+def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes(monkeypatch):
+    monkeypatch.setattr(batching, "_MAX_COLLECT_SECONDS", 20.0)
+
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         async def read_slowly(payload: int) -> Any:
             time.sleep(0.003)  # the event loop is busy with it

@@ -152,7 +152,13 @@ def test_it_ends_with_its_parent(tmp_path):
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert started.returncode == -signal.SIGKILL
     child = int(started.stdout)
-    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: is_ended(child))
+
+
+def is_ended(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def test_callers_take_turns():

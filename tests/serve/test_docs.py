@@ -6,14 +6,14 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from support.live_service import bearer, live_service
 from support.page_runner import ROOT, blocks_of
-from support.waiting import wait_until
+from support.waiting import free_port, wait_until
 
 from plsc.serve.tokens import add_token
 
@@ -43,12 +43,8 @@ def test_nginx_serves_it_as_written(tmp_path):
     names = ["-subj", "/CN=faces.example.org", "-addext", "subjectAltName=IP:127.0.0.1"]
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
     subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    with (
-        closing(socket.create_server(("127.0.0.1", 0))) as plain,
-        closing(socket.create_server(("127.0.0.1", 0))) as tls,
-    ):
-        ports = {"listen 80;": plain.getsockname()[1], "listen 443 ssl;": tls.getsockname()[1]}
     secret = add_token(tmp_path / "tokens.toml", "camera", "admin")
+    ports = {"listen 80;": free_port(), "listen 443 ssl;": free_port()}
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
         config = blocks(DEPLOYMENT, "nginx").replace("127.0.0.1:8080", live.server.address.removeprefix("http://"))
         for written, small in (
@@ -101,8 +97,7 @@ def test_nginx_serves_it_as_written(tmp_path):
 )
 def test_a_proxy_opens_no_service_without_tokens(tmp_path, settings):
     """To such a service everybody behind a proxy is this machine."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with live_service(tmp_path) as live:
         config = f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {live.server.address}; {settings} }} }}"
         with nginx_running(tmp_path, config):

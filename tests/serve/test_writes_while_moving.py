@@ -143,7 +143,7 @@ def test_what_is_learned_or_judged_is_of_one_pair_of_spaces(live: Live, monkeypa
 
 def test_who_expires_leaves_both_spaces(live: Live) -> None:
     before = live.ask("GET", MOVE).json()
-    soon = (datetime.now(UTC) + timedelta(seconds=3)).isoformat()
+    soon = (datetime.now(UTC) + timedelta(seconds=6)).isoformat()
     made = live.ask("POST", PERSONS, body(40, expires=soon)).json()
     both = live.service.store.face_vectors("staff", made["id"])[made["faces"][0]["id"]]
     assert both.second is not None

@@ -80,7 +80,7 @@ class PageService:
         ready: Queue[Service | None] = Queue()
         self._thread = threading.Thread(target=self._serve, args=(ready,))
         self._thread.start()
-        service = ready.get(timeout=30)
+        service = ready.get(timeout=120)
         assert service is not None, "the service did not become ready"
         self.store = service.store
 

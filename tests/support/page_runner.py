@@ -32,6 +32,7 @@ from typing import Any
 import pytest
 
 from support import page_files
+from support.waiting import free_port
 
 ROOT = Path(__file__).parents[2]
 PORT = "8080"  # of the service, on every page
@@ -125,10 +126,7 @@ class PageRun:
 
     def run(self) -> None:
         """Run the page's blocks; fail the test with the block and the output of the first that fails."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self._blocks = blocks_of(self.page)
+        self._port, self._blocks = free_port(), blocks_of(self.page)
         programs = self.folder / ".programs"
         programs.mkdir()
         for name in STAND_INS:

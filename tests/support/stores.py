@@ -28,6 +28,7 @@ from plsc.gallery.store import Store
 from plsc.gallery.transfer import copy_into
 from plsc.gallery.values import NewPerson, Person
 from support.gallery_model import Model, Row
+from support.waiting import free_port
 
 Opened = TypeVar("Opened", bound=Store)
 KINDS = ("sqlite", "encrypted", "postgres", "milvus")
@@ -300,6 +301,9 @@ def postgres_server() -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it complains where no XDG_RUNTIME_DIR is set, which it does not need here
         import pgserver
+        from pgserver import postgres_server as module
+    pg_ctl = module.pg_ctl
+    module.pg_ctl = lambda *args, **options: pg_ctl(*args, **{**options, "timeout": 120})  # 10 s are few on a slow disk
 
     with tempfile.TemporaryDirectory(prefix="plsc-postgres-") as folder:
         server = pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
@@ -312,9 +316,7 @@ def postgres_server() -> Iterator[str]:
 @contextmanager
 def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
     """milvus-lite's server over ``folder`` on ``port`` (a free one without); gives its URI."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = port or int(probe.getsockname()[1])
+    port = port or free_port()
     start = "from milvus_lite.cmdline import main; main()"
     command = [sys.executable, "-c", start, "server", "--data-dir", str(folder), "--host", "127.0.0.1"]
     process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -331,7 +333,7 @@ def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(300):
+    for _ in range(1500):
         assert process.poll() is None, "milvus-lite's server ended by itself"
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

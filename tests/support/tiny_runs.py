@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pkgutil
 import signal
-import socket
 import tempfile
 import time
 import warnings
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from support.ranks import HANG_SECONDS, RankError, offer_stacks, stacks_of
+from support.waiting import free_port
 
 TINY: dict[str, Any] = {
     "backbone": "tiny",
@@ -260,10 +260,7 @@ class Killable:
     ) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "plsc.train", "support.tiny_runs"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.out = out
+        self.out, port = out, free_port()
         self.ranks: list[BaseProcess] = []
         self._stacks = [Path(tempfile.mkstemp(prefix=f"rank{rank}-")[1]) for rank in range(world)]
         for rank, stacks in enumerate(self._stacks):

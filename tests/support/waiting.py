@@ -1,12 +1,16 @@
 """Waiting in tests for what happens by itself, and holding up what would happen too soon."""
 
+import random
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+_GIVEN = set[int]()
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -15,6 +19,17 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < give_up, "it never came about"
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port for a server that is yet to start: the system gives those below 32,768 to nobody by itself."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _GIVEN:
+                _GIVEN.add(port)
+                return port
+    raise AssertionError("no port is free")
 
 
 @contextmanager

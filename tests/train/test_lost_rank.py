@@ -28,7 +28,7 @@ PROGRAM = textwrap.dedent("""
     from plsc.tools import entry
     from plsc.train import async_checkpoint, failures, step
 
-    entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.05 if sys.argv[1] == "hasty" else 0.5
+    entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.05 if sys.argv[1] == "hasty" else 2.0
     stuck, said, take, beat = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step, RankMonitor._beat
     save = async_checkpoint.AsyncCheckpointer.save
 
@@ -53,7 +53,8 @@ PROGRAM = textwrap.dedent("""
         return take(self, group, number, stop)
 
     def saving(*words):
-        if sys.argv[1] == "saving" and os.path.exists(said + "-place1") and os.environ["RANK"] == "1":
+        at_work = os.path.exists(said + "1") and os.path.exists(said + "-place1")
+        if sys.argv[1] == "saving" and os.environ["RANK"] == "1" and at_work:
             os.kill(os.getpid(), signal.SIGSTOP)
         return save(*words)
 
@@ -104,7 +105,9 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
     finally:
         for process in ranks:
             process.kill()
-            process.communicate()
+            process.wait()
+            assert process.stderr is not None
+            process.stderr.close()
 
 
 @pytest.mark.slow
@@ -112,7 +115,7 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
 def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> None:
     with started(3, tmp_path, mode) as ranks:
         ranks[1].send_signal(signal.SIGKILL)
-        texts = [ranks[number].communicate(timeout=60)[1] for number in (0, 2)]
+        texts = [ranks[number].communicate(timeout=200)[1] for number in (0, 2)]
         assert [process.wait() for process in ranks] == [1, -signal.SIGKILL, 1]
     errors = [line for text in texts for line in text.splitlines() if "error" in line]
     assert len(errors) == 1, texts
@@ -124,7 +127,7 @@ def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> No
 
 def errors_of(ranks: list["subprocess.Popen[str]"], waiting: list[int]) -> list[str]:
     """The lines of errors of the ranks that wait for the others, once these have ended."""
-    texts = [ranks[number].communicate(timeout=60)[1] for number in waiting]
+    texts = [ranks[number].communicate(timeout=200)[1] for number in waiting]
     assert "Traceback" not in "".join(texts)
     return [line for text in texts for line in text.splitlines() if "error" in line]
 

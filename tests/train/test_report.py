@@ -1,8 +1,10 @@
 """The report of a run: header, progress and closing lines, train.log."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from support.tiny_runs import refusal, run
@@ -19,10 +21,16 @@ def lines_of(path: Path) -> list[str]:
     return [line[20:] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def without_lines_between(mesh: Any, *args: Any) -> None:
+    """Train, and log no step that the clock alone asks for."""
+    with patch.object(report, "_LINE_SECONDS", math.inf):
+        run(mesh, *args)
+
+
 @pytest.mark.slow
 def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"steps": 4, "epochs": None, "eval.sets": ["avatars:6x3@100"], "data.batch_size": 6}
-    ranks(2, run, tmp_path, changes)
+    ranks(2, without_lines_between, tmp_path, changes)
     log = lines_of(tmp_path / "train.log")
     assert log[:2] == [
         "data    60 images of 10 classes from avatars:10x6, 32 px, augment flip",
@@ -44,7 +52,7 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     assert log[10].startswith(f"best: {tmp_path}/best.safetensors, of step 4, mean accuracy ")
     assert log[11].startswith(f"next: plsc eval {tmp_path} --data UNSEEN, ")
     assert log[11].endswith("(takes the last weights; --best takes the best)")
-    ranks(1, run, tmp_path, changes | {"steps": 6}, "auto")
+    ranks(1, without_lines_between, tmp_path, changes | {"steps": 6}, "auto")
     more = lines_of(tmp_path / "train.log")[len(log) + 2 :]
     assert more[6] == f"start   resumed from {tmp_path}/checkpoints/step-00000004 (step 4, saved by 2 ranks)"
     assert more[7] == "changed on resume: steps = 6 (was 4)"

@@ -39,7 +39,7 @@ def test_killed_at_a_random_step(
 ) -> None:
     changes = {"data.batch_size": 12 // world}
     killable = Killable(world, tmp_path, changes)
-    killable.wait_for_step(random.randint(1, 14))
+    killable.wait_for_step(random.randint(1, 8))
     killable.kill(victims)
     codes = killable.wait()
     assert codes[victims[0]] == -signal.SIGKILL

@@ -58,7 +58,8 @@ def reading_slowly(mesh: Any, out: Path) -> None:
         time.sleep(0.3 if mesh.rank == mesh.world_size - 1 else 0.0)
         return read(self, request)
 
-    with patch.object(BatchReader, "__getitem__", slow), patch.object(failures, "PERIOD_SECONDS", 0.5):
+    always = patch.multiple(failures, PERIOD_SECONDS=0.5, REPEAT_SECONDS=0.0)  # also after a slow first step
+    with patch.object(BatchReader, "__getitem__", slow), always:
         run(mesh, out, {"data.batch_size": 4, "epochs": None, "steps": 8, "checkpoint.every_steps": 0})
 
 

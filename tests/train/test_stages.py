@@ -72,7 +72,7 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "step", "other"), [(2, 7, 1), (1, 16, 3)])
+@pytest.mark.parametrize(("world", "step", "other"), [(2, 7, 1), (1, 15, 3)])
 def test_a_run_killed_within_a_stage_goes_on_at_another_world(
     world: int, step: int, other: int, unkilled: Path, tmp_path: Path, ranks: Ranks
 ) -> None:

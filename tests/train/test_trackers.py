@@ -102,7 +102,7 @@ def test_trackers_go_on_in_the_same_run_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "faces"
     killable = Killable(1, out, {**CHANGES, "steps": 10_000})
     killable.wait_for_step(9)
-    wait_until(lambda: any(row.get("_step") == "9" for _, row in wandb_rows(out)))
+    wait_until(lambda: any(row.get("_step") == "9" for _, row in wandb_rows(out)), seconds=120)
     killable.kill([0])
     assert killable.wait() == [-signal.SIGKILL]
     before = read_metrics(out)[-1]["step"]

@@ -31,7 +31,7 @@ CORPUS: dict[str, dict[str, Case]] = {
     "text": text_files.CASES,
     "pictures": picture_folders.CASES,
 }
-SECONDS, MIB = 2.0, 256.0
+SECONDS, MIB = 4.0, 256.0
 PROGRAM_SECONDS = 6.0  # torch takes a second to load one of 10 MB: a trial has four, and more as the file is larger
 LONGEST_OUTPUT = 4000
 

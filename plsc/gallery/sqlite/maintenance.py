@@ -176,8 +176,8 @@ class Maintenance:
             except (PlscError, MemoryError) as error:
                 if self._closing.is_set():  # which stops what would take long
                     return
-                self.failures += 1
                 note(f"plsc gallery: compaction put off: {error or type(error).__name__}")
+                self.failures += 1
                 self._closing.wait(min(_RETRY_SECONDS, self._interval))
                 self._due.set()
 
