@@ -130,7 +130,7 @@ def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Rank
         assert stages == alone, name
         assert zero1 == ddp, name
         # muon's products are those of bfloat16; lion takes signs, which rounding turns where an average is near 0
-        rel = {"muon": 1e-2, "lion": 1e-3}.get(name, 1e-4)
+        rel = {"muon": 1e-2, "lion": 2e-2}.get(name, 1e-4)
         assert_same_losses(tmp_path / "ddp" / name, tmp_path / "alone" / name, rel)
 
 
