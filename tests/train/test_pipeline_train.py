@@ -129,7 +129,9 @@ def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Rank
         alone, stages, ddp, zero1 = (losses(tmp_path / each / name) for each in ("alone", "stages", "ddp", "zero1"))
         assert stages == alone, name
         assert zero1 == ddp, name
-        # muon's products are those of bfloat16; lion takes signs, which rounding turns where an average is near 0
+        assert ddp[2] == pytest.approx(alone[2], rel=1e-4), name  # of the first update
+        # muon's products are those of bfloat16; lion takes signs, which rounding turns where an average is near 0:
+        # after four updates losses were 0.6% apart on an EPYC
         rel = {"muon": 1e-2, "lion": 2e-2}.get(name, 1e-4)
         assert_same_losses(tmp_path / "ddp" / name, tmp_path / "alone" / name, rel)
 
