@@ -310,3 +310,11 @@ class AlignedImages(ImageDataset):
     def key(self, index: int) -> str:
         """Return the picture's key."""
         return self._pictures.key(index)
+
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the pictures' own."""
+        return self._pictures.sample_ids(start, stop)
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the pictures' own; ``alignment`` tells of the rest."""
+        return self._pictures.stamps(start, stop)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plsc.data.codec import Encoding, decode_image, encode_image
+from plsc.data.identity import file_stamps
 from plsc.data.mixture import Mixture
 from plsc.errors import IntegrityError
 from plsc.files import write_json
@@ -165,6 +166,21 @@ class ImageDataset(ABC):
         """Return the record's key of an image in a ``.rec`` even if its path is known; elsewhere :meth:`key`."""
         return self.key(index)
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return what tells images [start, stop) from others under the same labels.
+
+        That is :meth:`key` of each, unless that is a mere number; a subclass may do it faster.
+        """
+        return [self.key(index) for index in range(start, stop)]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return bytes that are others once images [start, stop) have other contents; no image is read for them.
+
+        Here they are those of the file or folder that ``source`` names, or the same forever where it names none.
+        :func:`plsc.data.identity.file_stamps` makes them of a file for each image.
+        """
+        return file_stamps([self.source])
+
     def save_label_map(self, path: Path) -> None:
         """Write ``{"source", "classes"}`` as JSON; ``classes[c]`` is the source's name of class c."""
         write_json(path, {"source": self.source, "classes": list(self.class_names)})
@@ -215,6 +231,14 @@ class FileDataset(EncodedDataset):
     def key(self, index: int) -> str:
         """Return the image's path below the folder, as a list has it."""
         return self._paths[index]
+
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the paths of images [start, stop)."""
+        return self._paths[start:stop]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the sizes and times of the files of images [start, stop)."""
+        return file_stamps([f"{self.folder}/{path}" for path in self._paths[start:stop]])
 
     def encoded(self, index: int) -> bytes:
         """Read the image file."""

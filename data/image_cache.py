@@ -9,16 +9,18 @@ its bytes have the checksum beside them. So a process that is killed, or a power
 anew, never a torn one.
 """
 
+import errno
 import hashlib
 import math
 import mmap
 import os
+import stat
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,23 +28,26 @@ from numpy.typing import NDArray
 
 from plsc import __version__
 from plsc.data.dataset import ImageDataset
-from plsc.errors import DataError, UsageError
-from plsc.files import make_folder
+from plsc.data.identity import contents_id, samples_id
+from plsc.errors import DataError, PlscError, UsageError
+from plsc.files import make_folder, make_private_folder
 from plsc.models.preprocessing import height_and_width
 from plsc.progress import warn
 from plsc.sizes import available_bytes
 
 _ON_DISK = "disk:"
+_ANOTHER = "give data.cache another folder"
 _SHARE_OF_FREE_MEMORY = 8  # "auto" takes at most one part in so many
 
-Gather = Callable[["_Memory"], Sequence["_Memory"]]
+Gather = Callable[[Any], Sequence[Any]]
 
 
 def open_cache(choice: str, dataset: ImageDataset, gather: Gather | None = None) -> "ImageCache | None":
     """Open the cache of a run; every rank calls.
 
     Args:
-        choice: ``"memory"``; ``"disk:PATH"``, a file in the folder PATH that is named by what the data set is;
+        choice: ``"memory"``; ``"disk:PATH"``, a file in the folder PATH that is named by what the data set is, down to
+            the sizes and times of its files;
             ``"auto"``, memory where the images take at most an eighth of what is free; or ``"none"``.
         dataset: images of one size.
         gather: returns the values that the ranks give, in their order; None: there is one rank.
@@ -51,13 +56,14 @@ def open_cache(choice: str, dataset: ImageDataset, gather: Gather | None = None)
         The cache, which processes forked from this one share; None where none is wanted, or ``"auto"`` finds no room.
 
     Raises:
-        UsageError: the choice is unknown, or there is not that much memory.
-        DataError: the file cannot be made or grown.
+        UsageError: the choice is unknown, there is not that much memory, or others may write to the folder.
+        DataError: the file cannot be made or grown, or is not this user's alone; the images' names cannot be read.
     """
     if choice == "none":
         return None
     if choice.startswith(_ON_DISK):
-        return ImageCache(dataset, _open_file(Path(choice.removeprefix(_ON_DISK)), dataset))
+        name = _name_of(dataset, (lambda value: [value]) if gather is None else gather)
+        return ImageCache(dataset, _open_file(Path(choice.removeprefix(_ON_DISK)), name, cache_bytes(dataset)))
     if choice not in ("auto", "memory"):
         raise UsageError(f'a cache is "auto", "memory", "none" or "disk:PATH", not {choice!r:.80}')
     own = _Memory.reserve(dataset, choice)
@@ -168,30 +174,76 @@ def _first_of_machine(own: _Memory, all_ranks: Sequence[_Memory]) -> int | None:
 # In a file ----------------------------------------------------------------------------------------------------------
 
 
-def _open_file(folder: Path, dataset: ImageDataset) -> int:
-    """A descriptor of the data set's file in ``folder``, all of whose bytes have their place on the disk."""
+def _open_file(folder: Path, name: str, size: int) -> int:
+    """A descriptor of the file ``name`` in ``folder``, all of whose ``size`` bytes have their place on the disk.
+
+    The name can be predicted: nobody else may have put a link, or a file of their own, in its place.
+    """
+    path = folder / name
+    with suppress(OSError):  # of which make_folder says more
+        make_private_folder(folder)
     make_folder(folder)
-    path, size = folder / f"{_name_of(dataset)}.images", cache_bytes(dataset)
+    parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        _refuse_if_shared(folder, os.fstat(parent))
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for a reader
+        descriptor = os.open(name, flags, 0o600, dir_fd=parent)
         try:
+            _refuse_if_not_own(path, os.fstat(descriptor))
+            os.fchmod(descriptor, 0o600)  # earlier versions let others read
             os.posix_fallocate(descriptor, 0, size)  # a mapped page that finds the disk full would end the process
-        except OSError:
+        except BaseException:
             os.close(descriptor)
             raise
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(f"{path} is a link, which plsc does not make; remove it, or {_ANOTHER}") from None
         raise DataError(
             f"{path} cannot take the {size / 2**30:,.1f} GiB of the decoded images ({error.strerror}); free the disk, "
-            "or give data.cache another folder"
+            f"or {_ANOTHER}"
         ) from None
+    finally:
+        os.close(parent)
     return descriptor
 
 
-def _name_of(dataset: ImageDataset) -> str:
-    """A name that another data set, size or version has not; single pictures that were replaced do not change it."""
-    source = Path(dataset.source)
-    changed = source.stat().st_mtime_ns if source.exists() else 0
-    parts = [__version__, type(dataset).__name__, str(source.absolute()), changed, len(dataset), dataset.image_size]
-    digest = hashlib.sha256(repr([*parts, dataset.interpolation, dataset.alignment]).encode("utf-8", "surrogateescape"))
-    digest.update(np.ascontiguousarray(dataset.labels, dtype="<i8").data)
-    return digest.hexdigest()[:32]
+def _refuse_if_shared(folder: Path, status: os.stat_result) -> None:
+    """Raise UsageError where others may put files into ``folder``, or exchange those in it."""
+    is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX  # as /tmp: nobody renames others' files
+    if is_open or status.st_uid not in (os.geteuid(), 0):
+        raise UsageError(
+            f"data.cache = {_ON_DISK}{folder} is a folder that other users may write to, and so change what is trained "
+            f"on; make it yours alone (chown, chmod go-w), or {_ANOTHER}: a new one is made so"
+        )
+
+
+def _refuse_if_not_own(path: Path, status: os.stat_result) -> None:
+    """Raise DataError unless a file in the cache's place is a regular one of this user, under this name alone."""
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+        raise DataError(f"{path} is no file that this user's plsc made; remove it, or {_ANOTHER}")
+
+
+def _name_of(dataset: ImageDataset, gather: Gather) -> str:
+    """The name of the file, which another data set, size, version or contents has not; every rank calls.
+
+    The first rank of each machine finds it, for asking after millions of files takes a while.
+    """
+    own = (_machine(), os.getpid())
+    is_first = next(rank for rank in gather(own) if rank[0] == own[0]) == own
+    named: str | PlscError = ""
+    if is_first:
+        try:
+            named = _digest_of(dataset)
+        except PlscError as error:  # the others wait to hear of it
+            named = error
+    found = next(name for machine, name in gather((own[0], named)) if machine == own[0])
+    if isinstance(found, PlscError):
+        raise found
+    return f"{found}.images"
+
+
+def _digest_of(dataset: ImageDataset) -> str:
+    source = Path(dataset.source).absolute()
+    parts = [__version__, type(dataset).__name__, str(source), dataset.image_size, dataset.interpolation]
+    parts += [samples_id(dataset), contents_id(dataset)]
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -1,7 +1,8 @@
 """Several data sets as one, for the class tables that train on them together."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,18 @@ class JoinedDataset(ImageDataset):
         part, own = self._part_of(index)
         return f"{self.names[part]}: {self.parts[part].key(own)}"
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the parts' own, after their names."""
+        return [
+            f"{self.names[part]}: {text}"
+            for part, first, last in self._parts_in(start, stop)
+            for text in self.parts[part].sample_ids(first, last)
+        ]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the parts' own."""
+        return b"".join(self.parts[part].stamps(first, last) for part, first, last in self._parts_in(start, stop))
+
     def save_label_map(self, path: Path) -> None:
         """Write what other data sets do, and ``"tables"``: the first class of each part and the one behind its last."""
         ranges = dict(zip(self.names, zip(self.first_classes, self.first_classes[1:], strict=False), strict=True))
@@ -73,6 +86,12 @@ class JoinedDataset(ImageDataset):
         """The number of an image's part, and the image's index in it."""
         part = bisect_right(self._first_images, index) - 1
         return part, index - self._first_images[part]
+
+    def _parts_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the numbers of the parts that have some of images [start, stop), and which of their own these are."""
+        for part, (first, end) in enumerate(pairwise(self._first_images)):
+            if max(start, first) < min(stop, end):
+                yield part, max(start, first) - first, min(stop, end) - first
 
 
 class _JoinedNames(StringColumn):

@@ -69,6 +69,20 @@ class RecordDataset(EncodedDataset):
         """Return the record's key in the index."""
         return str(self._keys[index])
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the images' paths in their source; without them the records' keys and their places in the file.
+
+        Another file has its records elsewhere, for they are as long as their images.
+        """
+        if self._paths is not None:
+            return self._paths.of(self._keys[start:stop])
+        pairs = zip(self._keys[start:stop].tolist(), self._offsets[start:stop].tolist(), strict=True)
+        return [f"{key} at {offset}" for key, offset in pairs]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the sizes and times of the .rec and its .idx, whichever images are asked for."""
+        return _stamp(self._file.path).tobytes()
+
     def encoded(self, index: int) -> bytes:
         """Read the record's image, without its header."""
         try:
@@ -252,6 +266,18 @@ class RecordKeys:
             if len(fields) == len(KEYS_HEADER) and fields[0] == str(key):
                 return fields[2]
         raise DataError(f"{self.path} has no line for record {key} in its place; delete it, or use another copy")
+
+    def of(self, keys: NDArray[np.int64]) -> list[str]:
+        """Return the paths of images, a block of lines at a time where their keys (n,) follow one another."""
+        first, last = (int(keys[0]) - self._first, int(keys[-1]) - self._first) if len(keys) else (0, -1)
+        if not 0 <= first <= last < len(self._starts) - 1 or last - first + 1 != len(keys):
+            return [self[key] for key in keys.tolist()]
+        block = self._bytes[self._starts[first] : self._starts[last + 1] - 1].tobytes()
+        lines = [line.split("\t") for line in block.decode("utf-8", "surrogateescape").split("\n")]
+        for key, fields in zip(keys.tolist(), lines, strict=True):
+            if len(fields) != len(KEYS_HEADER) or fields[0] != str(key):
+                return [self[key]]  # which raises
+        return [unescaped(path) if "\\" in path else path for _, _, path in lines]
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:

@@ -59,6 +59,20 @@ class RelabelledDataset(ImageDataset):
         """Return the image's own key."""
         return self.dataset.key(int(self._rows[index]))
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the images' own."""
+        first, last = self._own(start, stop)
+        found = self.dataset.sample_ids(first, last)
+        return [found[row - first] for row in self._rows[start:stop].tolist()]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the images' own, and those of images between them that are left out."""
+        return self.dataset.stamps(*self._own(start, stop))
+
+    def _own(self, start: int, stop: int) -> tuple[int, int]:
+        """The least range of the data set that holds images [start, stop), of which there is one at least."""
+        return int(self._rows[start]), int(self._rows[stop - 1]) + 1
+
 
 def _read(path: Path) -> NDArray[np.int64]:
     if not path.exists():

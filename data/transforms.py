@@ -185,6 +185,16 @@ class RotatedDataset(ImageDataset):
         """Return the image's own key, with the angle."""
         return _rotated_name(self.dataset.key(index // ROTATIONS), index % ROTATIONS)
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the images' own, with the angle."""
+        first = start // ROTATIONS
+        found = self.dataset.sample_ids(first, -(-stop // ROTATIONS))
+        return [_rotated_name(found[index // ROTATIONS - first], index % ROTATIONS) for index in range(start, stop)]
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the images' own."""
+        return self.dataset.stamps(start // ROTATIONS, -(-stop // ROTATIONS))
+
 
 def _rotated_class(names: Sequence[str], label: int) -> str:
     return _rotated_name(names[label // ROTATIONS], label % ROTATIONS)

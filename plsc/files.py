@@ -31,11 +31,10 @@ _WAITING_RECORDS = 100_000  # that an AppendFile keeps in memory: at 200 bytes e
 
 def make_folder(path: Path) -> Path:
     """Create ``path`` and its parents; a :class:`UsageError` says so when that cannot be."""
-    probe = path / f".write-test-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix=".write-test-", dir=path):  # of a name that nobody has put a link to
+            pass
     except OSError as error:
         problem = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise UsageError(f"cannot write into {path}: {problem}; name another folder") from None

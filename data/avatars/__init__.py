@@ -83,6 +83,11 @@ class AvatarDataset(ImageDataset):
         identity, image = self._identity_and_image(index)
         return f"avatar-{identity}/{image}"
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the keys of pictures [start, stop)."""
+        first, each = self.first, self.images_per_identity
+        return [f"avatar-{first + index // each}/{index % each}" for index in range(start, stop)]
+
     def _identity_and_image(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.source} has no picture {index}; there are {len(self)}")

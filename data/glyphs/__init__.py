@@ -23,6 +23,7 @@ from plsc.data.avatars.traits import KeyedRandom
 from plsc.data.dataset import ImageDataset, PackedStringColumn
 from plsc.data.glyphs.fonts import PACKAGES, Font, characters_of, how_many_have, named_fonts, typefaces
 from plsc.data.glyphs.unihan import CHARACTER, label_columns, parse_labels
+from plsc.data.identity import file_stamps
 from plsc.data.transforms import sample_keys
 from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import ImageSize, height_and_width
@@ -174,6 +175,10 @@ class GlyphDataset(ImageDataset):
         """Return `U+CODE/FONT/VARIANT`."""
         code, font, variant = self._drawing(index)
         return f"U+{code:04X}/{font.name}/{variant}"
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the sizes and times of the fonts' files."""
+        return file_stamps([str(font.path) for font in self.fonts])
 
     def _drawing(self, index: int) -> tuple[int, Font, int]:
         if not 0 <= index < len(self):

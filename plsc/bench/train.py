@@ -51,6 +51,10 @@ class _BlankImages(ImageDataset):
         """Its number."""
         return str(index)
 
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Their numbers."""
+        return list(map(str, range(start, stop)))
+
 
 def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Step:
     keep_freed_memory()  # as `plsc train` does

@@ -10,7 +10,7 @@ import hashlib
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from plsc.data import ImageDataset
+from plsc.data.identity import contents_id, samples_id
 from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, compatible_contracts, contract_of, embed_images
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embed, StallTimes, decode_loader, embedded_batches, fill_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import atomic_replace_dir, holds_manifest
+from plsc.files import MANIFEST, atomic_replace_dir, holds_manifest, read_json
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, on_main
 from plsc.progress import Progress, counted, note
@@ -63,8 +64,8 @@ def extract(
 ) -> dict[str, Any]:
     """Embed every image of a data set into an embedding set, or resume where an earlier call stopped.
 
-    An image that cannot be read becomes a zero row with its error. Collectives: a few small objects at the start and
-    the end.
+    Shards whose pictures' files have changed since, by their sizes and times, are made again. An image that cannot be
+    read becomes a zero row with its error. Collectives: a few small objects at the start and the end.
 
     Args:
         embedder: the model.
@@ -92,9 +93,12 @@ def extract(
         DataError: no image at all could be embedded; nothing is written then.
     """
     _check(embedder, dataset)
+    final = Path(folder)
+    # Something else than a set is refused by begin().
+    replaces = on_main(lambda: overwrite and holds_manifest(final, FORMAT), mesh)
     settings = {
         "contract_id": contract_of(embedder, flip),
-        "data_id": data_id(dataset),
+        "data_id": on_main(lambda: _data_id(dataset, final, replaces), mesh),
         "rows": len(dataset),
         "dim": embedder.embedding_dim,
         "image_size": embedder.image_size,
@@ -105,23 +109,22 @@ def extract(
         **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
         **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
-    final = Path(folder)
-    replaces = on_main(
-        lambda: overwrite and holds_manifest(final, FORMAT), mesh
-    )  # something else is refused by begin()
     target = final.with_name(f".{final.name}.new") if replaces else final
     writer = SetWriter(target, settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
     with ExitStack() as lock:
         complete = on_main(lambda: _begin(writer, lock, replaces), mesh)
-        pending = _pending_shards(writer, mesh)
-        shards = pending[mesh.rank :: mesh.world_size]
+        pending = _pending_shards(writer, dataset, mesh)
+        if complete and pending:
+            on_main(writer.reopen, mesh)
+        shards = sorted(pending)[mesh.rank :: mesh.world_size]
         ranges = [writer.shard_range(number) for number in shards]
         pin = mesh.device.type == "cuda"
         loader = decode_loader(dataset, ranges, embedder.preprocessing, batch_size=batch_size, workers=workers, pin=pin)
         name = "embed" if mesh.world_size == 1 else f"embed (rank {mesh.rank} of {mesh.world_size})"
         progress = Progress(name, sum(stop - start for start, stop in ranges), quiet=quiet or not mesh.is_main)
         embed = partial(embed_images, embedder, flip=flip)
-        work = _embed_shards(embed, loader, dataset, writer, shards, progress) if shards else _Work()
+        own = {number: pending[number] for number in shards}
+        work = _embed_shards(embed, loader, dataset, writer, own, progress) if own else _Work()
         works = all_gather_object(work, mesh)
         unchanged = complete and not pending
         on_main(lambda: _finish(writer, [str(name) for name in dataset.class_names], unchanged, final), mesh)
@@ -133,11 +136,22 @@ def default_shard_rows(rows: int) -> int:
     return min(max(1 << (max(rows, 1) // 64).bit_length(), 256), 32768)
 
 
-def data_id(dataset: ImageDataset) -> str:
-    """Fingerprint of a data set: rows, labels, class names, 4,096 keys evenly spread, alignment, a single file's size.
+def _data_id(dataset: ImageDataset, folder: Path, replaces: bool) -> str:
+    """What a set says of the images that it is of; as earlier versions said it, where one is to be gone on with."""
+    if not replaces and holds_manifest(folder, FORMAT):
+        former = _former_data_id(dataset)
+        with suppress(DataError):  # which begin() reports
+            if read_json(folder / MANIFEST).get("data_id") == former:
+                note(
+                    f"embed: {folder} was begun by an earlier version, which did not note sizes and times of pictures: "
+                    "if some were replaced since, give --overwrite"
+                )
+                return former
+    return samples_id(dataset)
 
-    Images that change under unchanged names are not noticed.
-    """
+
+def _former_data_id(dataset: ImageDataset) -> str:
+    """That of earlier versions: rows, labels, class names, 4,096 keys, alignment, a single file's size."""
     digest = hashlib.sha256(np.ascontiguousarray(dataset.labels, dtype="<i8").tobytes())
     sample = [] if not len(dataset) else np.linspace(0, len(dataset) - 1, _FINGERPRINT_KEYS).astype(np.int64).tolist()
     for text in (*map(str, dataset.class_names), *(dataset.key(row) for row in dict.fromkeys(sample))):
@@ -182,16 +196,22 @@ def _finish(writer: SetWriter, class_names: list[str], unchanged: bool, final: P
         atomic_replace_dir(writer.folder, final)
 
 
-def _pending_shards(writer: SetWriter, mesh: Mesh) -> list[int]:
-    """The shards still to be made, in order. The ranks share the work, since every published shard is hashed."""
-    pending = []
+def _pending_shards(writer: SetWriter, dataset: ImageDataset, mesh: Mesh) -> dict[int, str]:
+    """The shards still to be made, with the contents of their pictures before any is read.
+
+    The ranks share the work, since every published shard is hashed.
+    """
+    pending = {}
     for number in range(mesh.rank, writer.shard_count, mesh.world_size):
-        if not writer.is_published(number):
-            pending.append(number)
-            folder = writer.folder / shard_name(number)
-            if folder.exists():
-                note(f"embed: {folder} is damaged; making it again")
-    return sorted(number for part in all_gather_object(pending, mesh) for number in part)
+        contents, published = contents_id(dataset, *writer.shard_range(number)), writer.published(number)
+        if published in ("", contents):
+            continue
+        pending[number] = contents
+        folder = writer.folder / shard_name(number)
+        if folder.exists():
+            what = "is damaged" if published is None else "is of pictures that have changed since"
+            note(f"embed: {folder} {what}; making it again")
+    return {number: contents for part in all_gather_object(pending, mesh) for number, contents in part.items()}
 
 
 def _is_whole(folder: Path) -> bool:
@@ -208,15 +228,15 @@ def _embed_shards(
     loader: DataLoader[Any],
     dataset: ImageDataset,
     writer: SetWriter,
-    shards: list[int],
+    shards: dict[int, str],
     progress: Progress,
 ) -> _Work:
-    """Make and publish ``shards``, one after the other, of what ``loader`` decodes."""
+    """Make and publish ``shards``, one after the other, of what ``loader`` decodes; each has its pictures' contents."""
     work, began = _Work(), time.monotonic()
     batches = embedded_batches(embed, iter(loader), work.stalls)
     with ThreadPoolExecutor(1) as publisher:  # a shard is hashed and written while the next is computed
         publishing: Future[None] | None = None
-        for number in shards:
+        for number, contents in shards.items():
             start, stop = writer.shard_range(number)
             embeddings = np.zeros((stop - start, writer.settings["dim"]), dtype=writer.settings["dtype"])
             errors, warnings = fill_rows(embeddings, batches, progress.advance)
@@ -231,6 +251,7 @@ def _embed_shards(
                 labels=np.asarray(dataset.labels[start:stop], dtype=np.int64),
                 keys=[dataset.key(row) for row in range(start, stop)],
                 errors={start + row: text for row, text in errors.items()},
+                contents=contents,
             )
             if publishing is not None:
                 publishing.result()

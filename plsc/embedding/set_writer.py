@@ -36,6 +36,7 @@ class ShardRows:
         ids, labels: (n,).
         keys: n strings.
         errors: {row of the set: error}.
+        contents: what the pictures were, as :func:`plsc.data.identity.contents_id` says it; "" is not known.
     """
 
     start: int
@@ -44,6 +45,7 @@ class ShardRows:
     labels: npt.NDArray[np.int64]
     keys: Sequence[str]
     errors: dict[int, str] = field(default_factory=dict)
+    contents: str = ""
 
 
 class SetWriter:
@@ -110,15 +112,22 @@ class SetWriter:
         self._clear_leftovers()
         return bool(found["complete"])
 
-    def is_published(self, number: int) -> bool:
-        """True if shard ``number`` is there, whole and of these settings. Reads and hashes it."""
+    def reopen(self) -> None:
+        """Let a complete set, of which shards are published anew, count as one that is not until :meth:`finish`."""
+        self._write(complete=False)
+
+    def published(self, number: int) -> str | None:
+        """The ``contents`` of shard ``number``; None unless it is there, whole and of these settings.
+
+        Reads and hashes it. Earlier versions noted no contents: they are "".
+        """
         folder = self.folder / shard_name(number)
         try:
             manifest = files.read_manifest(folder, SHARD_FORMAT, VERSION)
             files.verify_files(folder, manifest["files"])
         except (DataError, IntegrityError):
-            return False
-        return bool(manifest["set"] == self._settings_digest)
+            return None
+        return str(manifest.get("contents", "")) if manifest["set"] == self._settings_digest else None
 
     def publish(self, number: int, rows: ShardRows) -> None:
         """Write a shard under a temporary name, then rename it: it appears whole or not at all."""
@@ -140,6 +149,7 @@ class SetWriter:
                 "start": rows.start,
                 "rows": len(rows.ids),
                 "errors": len(rows.errors),
+                **({"contents": rows.contents} if rows.contents else {}),
                 "files": files.describe_files(tmp_path, list(SHARD_FILES)),
             },
         )

@@ -1,5 +1,6 @@
 """Sources of images to embed: any data set that trains, and photos without labels."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,6 +13,7 @@ from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
 from plsc.data.codec import to_rgb_tensor
 from plsc.data.dataset import FileDataset
 from plsc.data.folder import PictureFiles
+from plsc.data.identity import file_stamps
 from plsc.errors import UsageError
 from plsc.image_files import PICTURE_SUFFIXES
 from plsc.models.preprocessing import ImageSize
@@ -68,6 +70,17 @@ class ImageList(ImageDataset):
         """The path of image ``index``, or ``image 7``."""
         image = self._images[index]
         return str(image) if isinstance(image, str | Path) else f"image {index}"
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the sizes and times of files, and the hashes of pictures in memory."""
+        return b"".join(map(self._stamp, range(start, stop)))
+
+    def _stamp(self, index: int) -> bytes:
+        image = self._images[index]
+        if isinstance(image, str | Path):
+            return file_stamps([str(image)])
+        data = image if isinstance(image, bytes) else self.picture(index).numpy().tobytes()
+        return hashlib.sha256(data).digest()
 
 
 def open_images(

@@ -46,6 +46,7 @@ STATE = "state.json"
 METADATA = ".metadata"  # torch's own: which tensor lies in which file
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # of a run's folder
+CLASSES = "classes.json"  # the names of the classes, by number
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVERS = (".*.tmp", ".*.former", ".*.removed")
@@ -199,3 +200,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     if published := CheckpointFolder(folder, _ALONE).published():
         return published
     raise UsageError(f"{path} holds no finished checkpoint; name a checkpoint, a run, or its {CHECKPOINTS} folder")
+
+
+def listed_names(checkpoint: Path) -> Path:
+    """The file that lists the names of a checkpoint's classes: its run's, or the one beside a copy without its run."""
+    folder = checkpoint.absolute().parent
+    return (folder.parent if folder.name == CHECKPOINTS else folder) / CLASSES

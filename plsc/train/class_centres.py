@@ -17,7 +17,7 @@ from plsc.embedding.embedding_set import EmbeddingSet, Shard, is_embedding_set
 from plsc.errors import DataError, UsageError
 from plsc.files import canonical_json, digest, read_json
 from plsc.head.class_table import SMALLEST_NORM
-from plsc.train.checkpoint import CHECKPOINTS, find_checkpoints
+from plsc.train.checkpoint import find_checkpoints, listed_names
 from plsc.train.stored_table import class_names, open_table
 from plsc.train.table_file import TableFile
 
@@ -151,8 +151,7 @@ def _names_of_run(checkpoint: Path, classes: int) -> Sequence[Sequence[str]]:
     """The names of a table's classes: its own, or those that the run's folder lists, or a file beside a copy."""
     if (own := class_names(checkpoint)) is not None:
         return own
-    folder = checkpoint.absolute().parent
-    listed = (folder.parent if folder.name == CHECKPOINTS else folder) / "classes.json"
+    listed = listed_names(checkpoint)
     if not listed.exists():
         raise UsageError(
             f"compatible.with: {checkpoint} has no names of its classes; copy the old run's classes.json to {listed}, "

@@ -3,19 +3,18 @@
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plsc.config import Config, check_together, stage_configs
 from plsc.data import ImageDataset
+from plsc.data.identity import counts, samples
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
 from plsc.head.undo_journal import UndoJournal
@@ -30,7 +29,7 @@ from plsc.optim.head_optimizers import HeadOptimizer
 from plsc.optim.parameter_groups import parameter_groups
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm
-from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
+from plsc.parallel.collectives import all_gather_object, on_main, raise_on_all_ranks
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.model_averaging import model_averaging
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
@@ -91,7 +90,7 @@ class TrainComponents:
     ``strategy`` holds the backbone and takes it through steps; replicas exchange gradients, or weights, through
     ``exchange``.
     ``compatible`` is the loss by which embeddings stay comparable with an old model's, beside those of the ``tables``.
-    ``data`` is the data set's fingerprint, which must not change between a run's checkpoint and its resumption.
+    ``data`` says which images and classes these are (:func:`plsc.data.identity.samples`); a run goes on with the same.
     """
 
     config: Config
@@ -212,7 +211,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         config,
         mesh,
         dataset,
-        fingerprint(dataset),
+        on_main(lambda: samples(dataset), mesh) | counts(dataset),
         loader,
         strategy,
         exchange,
@@ -284,13 +283,6 @@ def _compiled(net: nn.Module) -> nn.Module:
 
 def _not_startswith(start: str, record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(start)
-
-
-def fingerprint(dataset: ImageDataset) -> dict[str, Any]:
-    """Numbers of images and classes, and a hash of the labels in their order."""
-    labels = np.ascontiguousarray(dataset.labels, dtype="<i8")
-    digest = hashlib.sha256(labels.data).hexdigest()
-    return {"images": len(dataset), "classes": dataset.num_classes, "labels_sha256": digest}
 
 
 def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> TrainLoader:

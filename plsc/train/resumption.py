@@ -26,14 +26,15 @@ from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, on_main
 from plsc.parallel.rendezvous import agent_keeps_store, connect
 from plsc.progress import counted
-from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
+from plsc.train.checkpoint import CHECKPOINTS, CLASSES, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import TrainComponents
 from plsc.train.head_state import changed_tables
 from plsc.train.metrics import METRICS
+from plsc.train.same_data import changed_data
 from plsc.train.state import changed_keys, stored_config
 
-CONFIG, CLASSES = "config.toml", "classes.json"
+CONFIG = "config.toml"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 # Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.
 _EXCHANGED = {
@@ -155,7 +156,10 @@ def resumption_lines(
     if components.mesh.is_main:
         lines += changed_tables(stored, components)
     before, data = stored.state["data"], components.data
-    if before != data:
+    changed = changed_data(before, data)
+    if changed == ["keys_sha256"]:
+        lines.append("other data: pictures of the same classes and labels under other names")
+    elif changed:
         now = f"{counted(data['images'], 'image')} of {counted(data['classes'], 'class')}"
         lines.append(f"other data: {now}, before {before['images']:,} of {before['classes']:,}; the epoch begins anew")
     lines += [f"left out: {what} of the checkpoint" for what in _dropped(stored, components)]

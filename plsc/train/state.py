@@ -22,6 +22,7 @@ from plsc.train.head_state import (
     table_numbers,
 )
 from plsc.train.optimizer_state import optimizer_numbers, optimizer_tensors, restore_optimizer
+from plsc.train.same_data import changed_data, check_data
 
 FIXED = tuple(name for name, entry in configuration.KEYS.items() if entry.is_fixed)
 # Whole numbers of the small state, by their dotted names.
@@ -80,7 +81,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     state = stored.state
     _check_config(state["config"], components.config)
     check_keys(components, stored)
-    is_same_data = _check_data(state["data"], components)
+    is_same_data = _check_data(stored, components)
     _check_frozen(state.get("frozen", []), components)
     _check_centres(state, components)
     restore_tables(components, stored)
@@ -198,19 +199,12 @@ def _begun_anew(state: dict[str, Any]) -> dict[str, int]:
     return {"epoch": loader["epoch"] + (loader["consumed"] >= state["epoch_samples"]), "consumed": 0}
 
 
-def _check_data(before: dict[str, Any], components: TrainComponents) -> bool:
-    """Whether the data is what the run had so far; UsageError where it is not, and classes cannot come and go."""
+def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:
+    """Whether the loader goes on where it was; UsageError where other data came, and classes cannot come and go."""
     if all(table.of.config.head.max_classes is not None for table in components.tables):
-        return before == components.data
-    for name, now in components.data.items():
-        if before[name] != now:
-            what = "labels are others"
-            if name != "labels_sha256":
-                what = f"{name} were {before[name]:,} and are {now:,}"
-            raise UsageError(
-                f"data.train = {components.dataset.source} is not what the run began with: its {what}; bring that "
-                "data back, or begin another run (another --out), with --init_weights RUN/model.safetensors"
-            )
+        changed = changed_data(stored.state["data"], components.data)  # rows are found by their classes' names
+        return set(changed) <= {"keys_sha256"}
+    check_data(stored, components.dataset, components.data)
     return True
 
 
