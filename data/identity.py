@@ -45,8 +45,8 @@ def samples(dataset: "ImageDataset") -> dict[str, Any]:
     """
     names = (dataset.class_names[start:stop] for start, stop in _spans(len(dataset.class_names)))
     ends = [dataset.sample_ids(row, row + 1)[0] for row in (0, len(dataset) - 1)] if len(dataset) else [""]
-    folder = commonprefix(ends).rpartition("/")
-    shared = folder[0] + folder[1]
+    folder, slash, _ = commonprefix(ends).rpartition("/")  # noqa: RUF071 (commonpath would change keys)
+    shared = folder + slash
     keys = (dataset.sample_ids(start, stop) for start, stop in _spans(len(dataset)))
     return {
         **counts(dataset),

@@ -1,4 +1,4 @@
-"""Whether the data of a run that goes on is what it had so far: rows of the class table belong to names, not numbers."""
+"""Whether the data of a run that goes on is what it had: rows of the class table belong to names, not numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def check_data(stored: StoredCheckpoint, dataset: ImageDataset, now: dict[str, A
     if not changed and "names_sha256" not in before:
         if not file.exists():
             raise UsageError(
-                f"{stored.path} is of an earlier version, which kept the names of its classes beside it alone: copy the "
-                f"run's {file.name} to {file}"
+                f"{stored.path} is of an earlier version, which kept its classes' names in the run's {file.name} alone: "
+                f"copy that to {file} to go on"
             )
         other = _other_class(file, dataset)
     elif "names_sha256" in changed:
