@@ -1,16 +1,24 @@
 """Decoded images kept over the epochs: read once, by whichever process of a machine, and none of them torn."""
 
 import os
+import stat
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.numbered_images import Numbered
+from support.pictures import picture
 
-from plsc.data import ImageDataset, TrainLoader
+from plsc.data import ImageDataset, TrainLoader, open_dataset
+from plsc.data.alignment import AlignedImages
+from plsc.data.convert import convert
 from plsc.data.image_cache import open_cache
+from plsc.data.joined import JoinedDataset
+from plsc.data.relabelled import RelabelledDataset
+from plsc.data.transforms import RotatedDataset
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier
@@ -62,6 +70,158 @@ def test_a_file_serves_later_runs_and_damaged_images_are_read_anew(tmp_path: Pat
     epoch(other, cache)
     assert other.reads == 29
     assert len(list(folder.iterdir())) == 2
+
+
+def faces(folder: Path) -> Path:
+    """Two people with three pictures each, all of them files of one size, of one second."""
+    for number in range(6):
+        path = picture(folder / "ab"[number % 2] / f"{number // 2}.bmp", seed=number)
+        os.utime(path, ns=(0, 10**18 + number))
+    return folder
+
+
+def replace(folder: Path) -> None:
+    status = (folder / "a/0.bmp").stat()
+    picture(folder / "a/0.bmp", seed=9)
+    assert (folder / "a/0.bmp").stat().st_size == status.st_size
+    os.utime(folder / "a/0.bmp", ns=(0, status.st_mtime_ns + 1))
+
+
+def swap(folder: Path) -> None:
+    (folder / "a/1.bmp").rename(folder / "kept")
+    (folder / "b/1.bmp").rename(folder / "a/1.bmp")
+    (folder / "kept").rename(folder / "b/1.bmp")
+
+
+def rename(folder: Path) -> None:
+    (folder / "a/0.bmp").rename(folder / "a/3.bmp")  # 0, 1, 2 are the former 1, 2, 0 from here on
+
+
+FORMS = {
+    "folder": lambda path: open_dataset(path, image_size=8),
+    "list": lambda path: open_dataset(write_list(path), image_size=8),
+    "rotated": lambda path: RotatedDataset(open_dataset(path, image_size=8)),
+    "joined": lambda path: JoinedDataset(
+        {"x": Numbered(5), "y": open_dataset(path, image_size=8)}, shares=[1, 1], classes=[5, 2]
+    ),
+    "relabelled": lambda path: RelabelledDataset(open_dataset(path, image_size=8), write_labels(path)),
+    "aligned": lambda path: AlignedImages(open_dataset(path, image_size=None), Landmarks(), 8),
+}
+
+
+def write_list(folder: Path) -> Path:
+    lines = [f"{path.relative_to(folder)}\t{path.parent.name}\n" for path in sorted(folder.glob("?/*.bmp"))]
+    (folder / "all.txt").write_text("".join(lines))
+    os.utime(folder / "all.txt", ns=(0, 0))
+    return folder / "all.txt"
+
+
+def write_labels(folder: Path) -> Path:
+    path = folder.with_name("labels.npy")
+    np.save(path, np.array([0, 0, -1, 1, 1, 0]))
+    return path
+
+
+class Landmarks:
+    """The landmarks of a face that fills the picture."""
+
+    fingerprint = "fixed"
+
+    def __call__(self, index: int, image: torch.Tensor, name: str) -> np.ndarray:
+        return np.array([[3.0, 4], [8, 4], [6, 6], [4, 9], [8, 9]])
+
+
+@pytest.mark.parametrize("change", [replace, swap, rename])
+@pytest.mark.parametrize("form", FORMS)
+def test_pictures_that_changed_are_read_anew(form: str, change: Any, tmp_path: Path):
+    folder, cache = faces(tmp_path / "faces"), f"disk:{tmp_path / 'cache'}"
+    former = os.stat(folder).st_mtime_ns
+    before = epoch(FORMS[form](folder), cache)
+    change(folder)
+    os.utime(folder, ns=(former, former))
+    right = epoch(FORMS[form](folder), "none")
+    assert not torch.equal(right, before)
+    assert torch.equal(epoch(FORMS[form](folder), cache), right)
+
+
+def test_a_rec_that_was_written_anew_is_read_anew(tmp_path: Path):
+    for seed in (0, 50):
+        for number in range(6):
+            picture(tmp_path / f"{seed}" / "ab"[number % 2] / f"{number}.bmp", seed=seed + number)
+        convert(open_dataset(tmp_path / f"{seed}", image_size=None), tmp_path / f"{seed}.rec", quiet=True)
+    for number, name in enumerate(("0.rec", "50.rec")):
+        for suffix in (".rec", ".idx", ".keys.tsv", ".classes.json"):
+            (tmp_path / name).with_suffix(suffix).replace((tmp_path / "set").with_suffix(suffix))
+            os.utime((tmp_path / "set").with_suffix(suffix), ns=(0, number))
+        data = open_dataset(tmp_path / "set.rec", image_size=8)
+        assert torch.equal(epoch(data, f"disk:{tmp_path / 'cache'}"), epoch(data, "none"))
+
+
+def _named_file(mesh: Mesh, faces: str, folder: str) -> int:
+    """How often this rank looked at the pictures' files to open the cache in ``folder``."""
+    data, asked = open_dataset(faces, image_size=8), 0
+
+    def stamps(start: int, stop: int) -> bytes:
+        nonlocal asked
+        asked += 1
+        return b"the same"
+
+    data.stamps = stamps  # type: ignore[method-assign]
+    open_cache(f"disk:{folder}", data, partial(all_gather_object, mesh=mesh))
+    return asked
+
+
+def test_one_rank_of_a_machine_looks_at_the_files(ranks, tmp_path: Path):
+    arguments = str(faces(tmp_path / "faces")), str(tmp_path / "cache")
+    assert ranks(3, _named_file, *arguments) == [1, 0, 0]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def the_file(tmp_path: Path) -> Path:
+    """The cache's file of Numbered(), taken away from its place."""
+    open_cache(f"disk:{tmp_path}", Numbered())
+    (file,) = tmp_path.glob("*.images")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    return file
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe"])
+def test_what_somebody_put_in_the_files_place_is_not_written_to(kind: str, tmp_path: Path):
+    cache = tmp_path / "cache"
+    file, own = the_file(cache), tmp_path / "own"
+    file.unlink()
+    own.write_bytes(b"precious")
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "hard link":
+        file.hardlink_to(own)
+    else:
+        file.symlink_to(own if kind == "link" else tmp_path / "new")
+    with pytest.raises(DataError, match=r"\.images is (a link, which plsc does not make|no file that .* made); remove"):
+        open_cache(f"disk:{cache}", Numbered())
+    assert own.read_bytes() == b"precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path):
+    for mode in (0o777, 0o775, 0o722):
+        tmp_path.chmod(mode)
+        with pytest.raises(UsageError, match=r"other users may write to.*chmod go-w"):
+            open_cache(f"disk:{tmp_path}", Numbered())
+    assert not list(tmp_path.iterdir())
+    tmp_path.chmod(0o1777)  # as /tmp: what is one's own there stays so
+    the_file(tmp_path)
+
+
+def test_a_new_folder_is_for_its_owner_alone_and_a_former_file_becomes_so(tmp_path: Path):
+    before = os.umask(0o002)
+    try:
+        file = the_file(tmp_path / "new")
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+        file.chmod(0o644)
+        the_file(tmp_path / "new")
+    finally:
+        os.umask(before)
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
