@@ -39,8 +39,8 @@ def check_data(stored: StoredCheckpoint, dataset: ImageDataset, now: dict[str, A
     if not changed and "names_sha256" not in before:
         if not file.exists():
             raise UsageError(
-                f"{stored.path} is of an earlier version, which kept its classes' names in the run's {file.name} alone: "
-                f"copy that to {file} to go on"
+                f"{stored.path} is of an earlier version, which kept the names of classes in the run's {file.name} "
+                f"alone: copy that to {file} to go on"
             )
         other = _other_class(file, dataset)
     elif "names_sha256" in changed:

@@ -135,7 +135,7 @@ class Landmarks:
 @pytest.mark.parametrize("form", FORMS)
 def test_pictures_that_changed_are_read_anew(form: str, change: Any, tmp_path: Path):
     folder, cache = faces(tmp_path / "faces"), f"disk:{tmp_path / 'cache'}"
-    former = os.stat(folder).st_mtime_ns
+    former = folder.stat().st_mtime_ns
     before = epoch(FORMS[form](folder), cache)
     change(folder)
     os.utime(folder, ns=(former, former))

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.linear_embedder import SIZE, stand_in
 
 from plsc.data import ImageDataset, open_dataset
 from plsc.embedding.embedding_set import EmbeddingSet
@@ -19,11 +19,9 @@ from plsc.embedding.extract import default_shard_rows, extract
 from plsc.embedding.set_writer import sole_writer
 from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
-from plsc.models.preprocessing import Preprocessing
 from plsc.parallel import Mesh
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
-SIZE = 16
 
 
 class Pictures(ImageDataset):
@@ -47,26 +45,7 @@ class Pictures(ImageDataset):
         return f"picture {index}"
 
 
-def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
-    """An embedder of 8 dimensions: a fixed linear map, of grey to 0, so that a black image has an embedding too."""
-    weight = torch.randn(3 * SIZE * SIZE, 8, generator=torch.Generator().manual_seed(seed)) * scale
-
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        return (images.flatten(1).float() - 128) @ weight / 255
-
-    contract = Preprocessing(SIZE)
-    embedder = SimpleNamespace(
-        embedding_dim=8,
-        image_size=SIZE,
-        preprocessing=contract,
-        contract_id=f"linear-{seed}",
-        source="stand-in",
-        compatible_with=(),
-    )
-    return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
-
-
-def run(mesh: Mesh, folder: Path, pictures: Pictures, **more: Any) -> dict[str, Any]:
+def run(mesh: Mesh, folder: Path, pictures: ImageDataset, **more: Any) -> dict[str, Any]:
     options = {"batch_size": 7, "shard_rows": 16, "quiet": True, **more}
     return extract(options.pop("embedder", None) or stand_in(), pictures, folder, mesh, **options)
 
@@ -130,11 +109,12 @@ def test_decoding_in_worker_processes_changes_nothing(tmp_path: Path) -> None:
 
 def _killed_in_the_middle(folder: Path, after_shards: int) -> None:
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch; torch.set_num_threads(1);"
+        "import sys; sys.path[:0] = sys.argv[1].split(':'); import torch; torch.set_num_threads(1);"
         "from pathlib import Path; from test_extract import *;"
         "run(ONE, Path(sys.argv[2]), Pictures(200, (3,), pause=0.01))"
     )
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(folder)]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", script, f"{here}:{here.parent}", str(folder)]
     with subprocess.Popen(command) as process:
         while len(list(folder.glob("shard-*"))) < after_shards:
             assert process.poll() is None, "it ended before it could be killed"
