@@ -38,10 +38,12 @@ class Picture:
     """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
 
     Points are in the picture as it is seen, turned by its EXIF. ``image`` is whatever picture a :class:`Client` takes.
+    ``key`` is your own name of a face that is enrolled, unique among the person's: 1 to 64 printable ASCII characters.
     """
 
     image: str | Path | bytes | Image | NDArray[np.uint8]
     landmarks: Sequence[Sequence[float]] | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Person:
     Attributes:
         etag: names this state of the person, for ``if_match``; None in matches and lists.
         known: of an enrolment, who was enrolled already at or above the service's threshold.
+        keys: your own names of faces, by face, of those that have one.
     """
 
     id: int
@@ -111,6 +114,7 @@ class Person:
     expires: str | None = None
     etag: str | None = field(default=None, compare=False)
     known: Known | None = field(default=None, compare=False)
+    keys: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def input_as_json(item: Input) -> dict[str, Any]:
         picture = _picture(item.image)
         if picture is None:
             raise UsageError(f"a Picture's image is a path, bytes or an image, not {_described(item.image)}")
-        return {"image": base64.b64encode(picture).decode(), **_landmarks(item)}
+        key = {} if item.key is None else {"key": item.key}
+        return {"image": base64.b64encode(picture).decode(), **_landmarks(item), **key}
     picture = _picture(item)
     if picture is not None:
         return {"image": base64.b64encode(picture).decode()}
@@ -229,7 +234,8 @@ def read_person(view: Mapping[str, Any], etag: str | None = None) -> Person:
     """The person that JSON of the service describes."""
     faces = tuple(face["id"] for face in view.get("faces", ()))
     about = (view["id"], view["name"], view["metadata"], faces, view.get("created"))
-    return Person(*about, view.get("external_id"), view.get("expires"), etag, read_known(view))
+    keys = {face["id"]: face["key"] for face in view.get("faces", ()) if face.get("key") is not None}
+    return Person(*about, view.get("external_id"), view.get("expires"), etag, read_known(view), keys)
 
 
 def read_known(view: Mapping[str, Any]) -> Known | None:

@@ -1,13 +1,14 @@
 """``plsc gallery enrol``: a folder of folders into a running service, a person per sub-folder by its name, over HTTP.
 
-Nothing is kept here: who is enrolled, the service says by external id (the folder's name) and by idempotency keys made
-of the pictures. So the same call after an interruption, or a kill, goes on where the first one ended.
+Nothing is kept here: who is enrolled, the service says by external id (the folder's name), and of which pictures by the
+keys of the faces, each the digest of a picture's bytes (:func:`picture_key`). So the same call after an interruption, a
+kill, or a change of the folder sends the pictures that the person has no face of, whatever their names and number are.
 """
 
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plsc.client import Client, ServerError
-from plsc.client_values import Known, NewPerson
+from plsc.client_values import Collection, Known, NewPerson, Person, Picture
 from plsc.data.codec import decode_image, encode_image
 from plsc.data.folder import PictureFiles
 from plsc.errors import DataError, UsageError
@@ -34,8 +35,7 @@ STATUSES: dict[Status, str] = {
     "failed": "failed",
 }
 _ANSWERS: dict[str, OnKnown] = {"a": "add", "e": "enrol", "s": "skip", "": "skip"}
-_ON_KNOWN = {"skip": "refuse", "add": "add", "enrol": "enrol"}
-_UNSUPPORTED_TYPE = 415
+_CONFLICT, _UNSUPPORTED_TYPE = 409, 415
 # Statuses of a request that one of its pictures spoils, which the message names first.
 _OF_PICTURES = (413, _UNSUPPORTED_TYPE, 422)
 _NAMED = re.compile(r"faces\[(\d+)\]")
@@ -68,14 +68,16 @@ class Enrolment:
     """Enrols sub-folders of ``folder`` into ``collection``; thread-safe.
 
     Args:
-        limits: the service's, as ``GET /v1/info`` gives them.
+        info: the service's answer to ``GET /v1/info``.
     """
 
-    def __init__(self, client: Client, collection: str, folder: Path, limits: dict[str, Any]) -> None:
-        self._client, self._collection = client, collection
+    def __init__(self, client: Client, collection: Collection, folder: Path, info: Mapping[str, Any]) -> None:
+        self._client, self._collection = client, collection.name
         self._folder, self._below = folder, folder.resolve()
-        self._most = int(limits["inputs"])
-        self._most_bytes = int((int(limits["body_bytes"]) - _BESIDE) * _JSON_SHARE)
+        self._most = int(info["limits"]["inputs"])
+        self._most_bytes = int((int(info["limits"]["body_bytes"]) - _BESIDE) * _JSON_SHARE)
+        # Faces without keys are known again by their embeddings, where all of them are by a model of the service's own.
+        self._knows_faces = collection.contract_id in (info["model"]["contract_id"], info["next_model"])
 
     def enrol(self, name: str, pictures: Sequence[str], on_known: OnKnown) -> Outcome:
         """Enrol one sub-folder.
@@ -88,15 +90,14 @@ class Enrolment:
         Raises:
             ServerError: nobody can be enrolled at the moment: the service is gone, full, or does not let this caller.
         """
-        outcome = Outcome(name)
+        outcome, there = Outcome(name), _Faces()
         try:
             check_external_id(name)
             name.encode()
-            skipped = self._find(outcome, len(pictures))
-            if skipped is None:
+            if self._find(outcome, there) and self._has_all(there, pictures):
                 return outcome
-            for batch in islice(self._batches(pictures, outcome), skipped, None):
-                self._send(batch, outcome, on_known)
+            for batch in self._batches(pictures, outcome, there):
+                self._send(batch, outcome, there, on_known)
                 if outcome.status == "known":
                     return outcome
             if outcome.status == "failed":
@@ -109,25 +110,37 @@ class Enrolment:
             outcome.status, outcome.why = "failed", str(error)
         return outcome
 
-    def _find(self, outcome: Outcome, pictures: int) -> int | None:
-        """Look for who has the folder's external id; returns how many batches that person has for sure, None: all."""
+    def _find(self, outcome: Outcome, there: "_Faces") -> bool:
+        """Look for who has the folder's external id, and for the faces of that person; False: nobody has it."""
         try:
             person = self._client.person_by_external_id(self._collection, outcome.folder)
         except ServerError as error:
             if error.status == 404:
-                return 0
+                return False
             raise
         outcome.id, outcome.status = person.id, "there"
-        return None if len(person.faces) >= pictures else 1  # the others have keys, and are done once
+        there.add(person)
+        return True
 
-    def _batches(self, pictures: Sequence[str], outcome: Outcome) -> Iterator[dict[str, bytes]]:
-        """The pictures by path, as many at a time as a request may hold."""
+    def _has_all(self, there: "_Faces", pictures: Sequence[str]) -> bool:
+        """True if a person, whose faces without keys cannot be told, has as many faces as there are pictures."""
+        return not self._knows_faces and not there.keys and len(there.ids) >= len(pictures)
+
+    def _batches(self, pictures: Sequence[str], outcome: Outcome, there: "_Faces") -> Iterator[dict[str, bytes]]:
+        """The pictures by path that the person has no face of, as many at a time as a request may hold."""
         batch: dict[str, bytes] = {}
+        first: dict[str, str] = {}  # the path of each picture, by its key
         for path in pictures:
             try:
                 data = read_bytes(self._folder / path, below=self._below)
             except DataError as error:
                 outcome.left_out[path] = str(error)
+                continue
+            same = first.setdefault(picture_key(data), path)
+            if same != path:
+                outcome.left_out[path] = f"it is the same picture as {same}"
+                continue
+            if picture_key(data) in there.keys:
                 continue
             if len(data) > self._most_bytes:
                 outcome.left_out[path] = f"it has {len(data):,} bytes, more than a request may have"
@@ -139,12 +152,15 @@ class Enrolment:
         if batch:
             yield batch
 
-    def _send(self, batch: dict[str, bytes], outcome: Outcome, on_known: OnKnown) -> None:
+    def _send(self, batch: dict[str, bytes], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:
         """Send a batch; again with JPEG for a format that the service refuses, or without what it cannot use."""
-        converted: set[str] = set()
+        converted: dict[str, bytes] = {}
         while batch:
             try:
-                self._send_once(batch, outcome, on_known)
+                faces = {
+                    path: Picture(converted.get(path, data), key=picture_key(data)) for path, data in batch.items()
+                }
+                self._send_once(faces, outcome, there, on_known)
                 return
             except ServerError as error:
                 found = _NAMED.match(str(error)) if error.status in _OF_PICTURES else None
@@ -152,35 +168,55 @@ class Enrolment:
                     raise
                 path = list(batch)[int(found[1])]
                 if error.status == _UNSUPPORTED_TYPE and path not in converted:
-                    converted.add(path)
                     with suppress(DataError):  # what the service says of it is said below
-                        batch[path] = encode_image(decode_image(batch[path], path), "jpeg")
+                        converted[path] = encode_image(decode_image(batch[path], path), "jpeg")
                         continue
                 outcome.left_out[path] = str(error).removeprefix(found[0]).strip()
                 del batch[path]
 
-    def _send_once(self, batch: dict[str, bytes], outcome: Outcome, on_known: OnKnown) -> None:
-        faces, key = list(batch.values()), self._key(outcome.folder, batch, on_known)
-        if outcome.id is not None:
-            added = self._client.add_faces(self._collection, outcome.id, faces, idempotency_key=key)
-            outcome.faces += len(added)
-            return
-        person = NewPerson(outcome.folder, faces=faces, external_id=outcome.folder)
-        try:
-            enrolled = self._client.enrol(self._collection, person, on_known=_ON_KNOWN[on_known], idempotency_key=key)
-        except ServerError as error:
-            if error.known is None:
-                raise
-            outcome.status, outcome.known = "known", error.known
-            return
-        outcome.id, outcome.faces, outcome.known = enrolled.id, len(batch), enrolled.known
-        outcome.status = "added" if enrolled.external_id != outcome.folder else "enrolled"
+    def _send_once(self, faces: Mapping[str, Picture], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:
+        """Send pictures once; those that the person has by now, who was found on the way, are left."""
+        if outcome.id is None:
+            try:
+                self._enrol(faces, outcome, there, on_known)
+                return
+            except ServerError as error:
+                if error.known is not None and on_known == "add":
+                    there.add(self._client.person(self._collection, error.known.id))
+                    outcome.id, outcome.status, outcome.known = error.known.id, "added", error.known
+                elif error.known is not None:
+                    outcome.status, outcome.known = "known", error.known
+                    return
+                elif error.status != _CONFLICT or not self._find(outcome, there):  # else enrolled at the same moment
+                    raise
+        new = [face for face in faces.values() if face.key not in there.keys]
+        if new:
+            added = self._client.add_faces(self._collection, outcome.id, new)
+            outcome.faces += len(set(added) - there.ids)  # one without a key was known by its embedding
 
-    def _key(self, name: str, batch: dict[str, bytes], on_known: OnKnown) -> str:
-        digest = hashlib.sha256(f"{self._collection}\0{name}\0{on_known}".encode())
-        for data in batch.values():
-            digest.update(hashlib.sha256(data).digest())
-        return f"enrol-{digest.hexdigest()[:40]}"
+    def _enrol(self, faces: Mapping[str, Picture], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:
+        person = NewPerson(outcome.folder, faces=list(faces.values()), external_id=outcome.folder)
+        answer = self._client.enrol(self._collection, person, on_known="enrol" if on_known == "enrol" else "refuse")
+        outcome.id, outcome.status, outcome.known = answer.id, "enrolled", answer.known
+        outcome.faces = len(answer.faces)
+        there.add(answer)
+
+
+@dataclass
+class _Faces:
+    """The faces of the person who a folder's pictures go to, and their keys."""
+
+    ids: set[int] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+
+    def add(self, person: Person) -> None:
+        self.ids |= set(person.faces)
+        self.keys |= set(person.keys.values())
+
+
+def picture_key(data: bytes) -> str:
+    """The key of a picture's face: the first half of the SHA-256 of the file, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -209,13 +245,14 @@ def enrol_folder(
         on_known: "ask" asks on the terminal, once all others are enrolled.
     """
     people, empty = _folders(folder)
-    enrolment = Enrolment(client, collection, folder, client.info()["limits"])
+    info = client.info()
     try:
-        client.collection(collection)
+        found = client.collection(collection)
     except ServerError as error:
         if error.status != 404:
             raise
-        client.create_collection(collection)
+        found = client.create_collection(collection)
+    enrolment = Enrolment(client, found, folder, info)
     report = _Report(len(people))
     report.stopped = _run(enrolment, people, "skip" if on_known == "ask" else on_known, parallel, report)
     if on_known == "ask" and report.stopped is None:

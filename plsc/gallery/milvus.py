@@ -77,7 +77,7 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
 class MilvusStore(Store):
     """A :class:`plsc.gallery.store.Store` in Milvus; made by :func:`open_milvus`."""
 
-    lacks = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "migrations"))
+    lacks = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "keys of faces", "migrations"))
 
     def __init__(self, server: MilvusServer) -> None:
         self._server = server

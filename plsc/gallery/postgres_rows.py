@@ -49,7 +49,8 @@ CREATE INDEX IF NOT EXISTS plsc_persons_by_expiry ON plsc_persons (collection, e
 CREATE TABLE IF NOT EXISTS plsc_idempotency (
     token text NOT NULL, key text NOT NULL, fingerprint bytea NOT NULL, status integer NOT NULL, body bytea NOT NULL,
     created text COLLATE "C" NOT NULL, PRIMARY KEY (token, key));
-ALTER TABLE plsc_faces ADD COLUMN IF NOT EXISTS is_estimated boolean NOT NULL DEFAULT false;
+ALTER TABLE plsc_faces ADD COLUMN IF NOT EXISTS is_estimated boolean NOT NULL DEFAULT false,
+    ADD COLUMN IF NOT EXISTS key text COLLATE "C";
 CREATE TABLE IF NOT EXISTS plsc_migrations (
     collection bigint PRIMARY KEY REFERENCES plsc_collections ON DELETE CASCADE, dim integer NOT NULL,
     contract_id text NOT NULL, began text NOT NULL, is_cut_over boolean NOT NULL, details json NOT NULL);
@@ -62,7 +63,8 @@ CREATE INDEX IF NOT EXISTS plsc_idempotency_by_age ON plsc_idempotency (token, c
 TABLES = "plsc_collections, plsc_persons, plsc_faces, plsc_idempotency, plsc_migrations, plsc_second_vectors"
 _COLLECTION = "SELECT key, name, dim, contract_id, created, persons, faces FROM plsc_collections"
 _PERSON = """SELECT p.id, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires,
-    ARRAY(SELECT f.id FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id)
+    ARRAY(SELECT f.id FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id),
+    ARRAY(SELECT f.key FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id)
     FROM plsc_persons p WHERE p.collection = %s"""
 _ALIVE = " AND (p.expires IS NULL OR p.expires > %s)"
 
@@ -113,8 +115,7 @@ class PostgresRows(Rows):
     def _select(self, condition: str, *values: Any) -> list[Person]:
         rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
         return [
-            Person(id, name, metadata, tuple(faces), created, external_id, revision, expires)
-            for id, name, metadata, created, external_id, revision, expires, faces in rows
+            Person(*about[:3], tuple(faces), *about[3:], _without_none(faces, keys)) for *about, faces, keys in rows
         ]
 
     def expired_ids(self) -> list[int]:
@@ -223,6 +224,14 @@ class PostgresRows(Rows):
         text = "DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])"
         self._connection.execute(text, [self.key, list(faces)])
         self._take_ids(0, -len(faces))
+
+    def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
+        """Store keys of faces of a person, which have none."""
+        with self._connection.cursor() as cursor:
+            cursor.executemany(
+                "UPDATE plsc_faces SET key = %s WHERE collection = %s AND id = %s",
+                [(key, self.key, face) for face, key in keys.items()],
+            )
 
     def set_contract(self, contract_id: str) -> None:
         """Store ``contract_id`` as the collection's."""
@@ -346,6 +355,10 @@ class PostgresRows(Rows):
             copy.set_types(["int8", "int8", "int8", "vector"])
             for row in rows:
                 copy.write_row((self.key, *row))
+
+
+def _without_none(faces: Sequence[int], keys: Sequence[str | None]) -> dict[int, str]:
+    return {face: key for face, key in zip(faces, keys, strict=True) if key is not None}
 
 
 def _migration_values(migration: Migration) -> list[Any]:

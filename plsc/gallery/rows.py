@@ -1,9 +1,11 @@
 """A collection in one transaction of its store: the primitives that a backend gives, and what is made of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from plsc.embedding.contracts import joined
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError
@@ -20,6 +22,7 @@ from plsc.gallery.values import (
     SecondVector,
 )
 
+SAME_PICTURE = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
 _PAGE_PERSONS = 500  # of a walk over everybody
 _T = TypeVar("_T")
 
@@ -79,6 +82,10 @@ class Rows(ABC):
     @abstractmethod
     def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
         """Delete faces of a person."""
+
+    def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
+        """Store keys of faces of a person, which have none; :meth:`delete_faces` deletes them with the faces."""
+        raise UnsupportedError(f"a {type(self).__name__.removesuffix('Rows')} store has no keys of faces")
 
     @abstractmethod
     def set_contract(self, contract_id: str) -> None:
@@ -190,7 +197,8 @@ class Rows(ABC):
                     "put a person to replace it"
                 )
             self.update(former, replace(former, external_id=None))
-        return self.insert(persons)
+        added = self.insert(persons)
+        return [self._with_keys(one, one.faces, new.keys) for one, new in zip(added, persons, strict=True)]
 
     def put(self, person: ValidPerson, precondition: Precondition | None) -> tuple[Person, bool]:
         """Insert ``person``, or replace the one with its external id; returns True beside one that is new."""
@@ -202,16 +210,47 @@ class Rows(ABC):
             return self.enrol([person])[0], True
         self.delete_faces(former, former.faces)
         faces = tuple(self.insert_faces(former, person.vectors, person.second))
-        changed = replace(former, name=person.name, metadata=person.metadata, expires=person.expires, faces=faces)
-        return self._save(former, changed), False
+        about = {"name": person.name, "metadata": person.metadata, "expires": person.expires}
+        changed = self._save(former, replace(former, **about, faces=faces, keys={}))
+        return self._with_keys(changed, faces, person.keys), False
 
-    def add_faces(self, person: Any, vectors: Float32, second: Float32 | None) -> list[int]:
-        """Add faces to a person."""
+    def add_faces(
+        self, person: Any, vectors: Float32, second: Float32 | None, keys: Sequence[str | None] = ()
+    ) -> list[int]:
+        """Add faces to a person; returns the id of each, that of the person's own face where there is one of its key.
+
+        A face with a key is not added either where the person has it without one (:func:`same_faces`): it gets the key.
+        """
         owner = self.require(person)
-        faces = self.insert_faces(owner, vectors, second)
-        if faces:
+        found = dict[int, int]() if not keys else self._known_faces(owner, vectors, keys)
+        new = [row for row in range(len(vectors)) if row not in found]
+        if new:
+            added = self.insert_faces(owner, vectors[new], None if second is None else second[new])
+            found |= dict(zip(new, added, strict=True))
+        faces = [found[row] for row in range(len(vectors))]
+        keyed = self._with_keys(owner, faces, keys)
+        if new or keyed is not owner:
             self._save(owner, owner)
         return faces
+
+    def _known_faces(self, owner: Person, vectors: Float32, keys: Sequence[str | None]) -> dict[int, int]:
+        """Return {row: face of ``owner``} of the rows that the person has already."""
+        faces_by_key = {key: face for face, key in owner.keys.items()}
+        found = {row: faces_by_key[key] for row, key in enumerate(keys) if key in faces_by_key}
+        rows = [row for row, key in enumerate(keys) if key is not None and row not in found]
+        bare = [place for place, face in enumerate(owner.faces) if face not in owner.keys]
+        if rows and bare:
+            same = same_faces(vectors[rows], self.vectors_of([owner])[owner.id][bare])
+            found |= {rows[row]: owner.faces[bare[place]] for row, place in same}
+        return found
+
+    def _with_keys(self, owner: Person, faces: Sequence[int], keys: Sequence[str | None]) -> Person:
+        """Store the keys of faces, where they have none, and return their person with them."""
+        given = {face: key for face, key in zip(faces, keys, strict=bool(keys)) if key and face not in owner.keys}
+        if not given:
+            return owner
+        self.put_keys(owner, given)
+        return replace(owner, keys={**owner.keys, **given})
 
     def set_fields(self, person: Any, fields: dict[str, Any], precondition: Precondition | None) -> Person:
         """Set ``fields`` of a person, which gets another revision if that changes anything."""
@@ -242,6 +281,22 @@ class Rows(ABC):
         changed = replace(changed, revision=former.revision + 1 if former.revision else 0)
         self.update(former, changed)
         return changed
+
+
+def same_faces(new: Float32, own: Float32) -> list[tuple[int, int]]:
+    """Return (row of ``new``, row of ``own``) of embeddings (n, dim) of one picture, each row in one pair at the most.
+
+    The most alike come first, so that of two pictures that are nearly the same each is taken for itself.
+    """
+    cosines = new @ own.T
+    pairs = list[tuple[int, int]]()
+    for place in np.argsort(-cosines, axis=None, kind="stable"):
+        row, other = divmod(int(place), len(own))
+        if cosines[row, other] < SAME_PICTURE:
+            break
+        if all(row != one and other != two for one, two in pairs):
+            pairs.append((row, other))
+    return pairs
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class Store(SecondSpaces):
         for person in persons:
             self._refuse("external ids", person.external_id)
             self._refuse("expiry dates", person.expires)
+            self._refuse("keys of faces", person.keys or None)
 
         def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
             return validation.check_persons(persons, contract_id, info, migration, compatible_with)
@@ -202,6 +203,7 @@ class Store(SecondSpaces):
         """
         validation.check_external_id(person.external_id)
         self._refuse("external ids", person.external_id)
+        self._refuse("keys of faces", person.keys or None)
 
         def check(info: Collection, migration: Migration | None) -> ValidPerson:
             return validation.check_persons([person], contract_id, info, migration, compatible_with)[0]
@@ -271,17 +273,22 @@ class Store(SecondSpaces):
         contract_id: str,
         *,
         others: Mapping[str, npt.ArrayLike] = _NONE,
+        keys: Sequence[str | None] = (),
         compatible_with: Sequence[str] = (),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
-        """Add faces (n, dim) to a person; returns their ids. ``others`` as in :class:`NewPerson`.
+        """Add faces (n, dim) to a person; returns their ids. ``others`` and ``keys`` as in :class:`NewPerson`.
 
-        ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
+        A face whose key the person has is not added again: its place in the answer has the id of the one that is there.
+        Likewise one with a key that the person has without any, by its embedding (of one model, cosine 0.99): that
+        gets the key. ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
         self._refuse("idempotency keys", idempotent)
+        self._refuse("keys of faces", keys or None)
 
-        def check(info: Collection, migration: Migration | None) -> tuple[Float32, Float32 | None]:
-            return validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)
+        def check(info: Collection, migration: Migration | None) -> tuple[Any, ...]:
+            own, second = validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)
+            return own, second, validation.check_keys(keys, len(own))
 
         work = _naming(lambda rows, new: rows.add_faces(person, *new), contract_id, compatible_with, [vectors])
         return self._change(collection, Change(work, check, idempotent))

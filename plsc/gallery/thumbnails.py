@@ -115,6 +115,7 @@ class ThumbnailStore:
             except BaseException:  # refused, or the disk is full: the person is as before
                 for path, content in removed.items():
                     _write_file(path, content)
+                    sync(path.parent)
                 raise
             self._write(collection, put.id, put.faces, crops)
         return put, is_new
@@ -129,13 +130,19 @@ class ThumbnailStore:
         *,
         compatible_with: Sequence[str] = (),
         others: Mapping[str, npt.ArrayLike] = MappingProxyType({}),
+        keys: Sequence[str | None] = (),
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
         with self._lock:
-            options: dict[str, Any] = {"compatible_with": compatible_with, "idempotent": idempotent}
-            faces = self._store.add_faces(collection, person, vectors, contract_id, others=others, **options)
-            self._write(collection, person, faces, crops)
+            options: dict[str, Any] = {"others": others, "keys": keys, "compatible_with": compatible_with}
+            faces = self._store.add_faces(collection, person, vectors, contract_id, idempotent=idempotent, **options)
+            # A face that was there already, by its key, has its picture.
+            lacking = [
+                None if keys and self._has(collection, person, face) else crop
+                for face, crop in zip(faces, crops, strict=True)
+            ]
+            self._write(collection, person, faces, lacking)
         return faces
 
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
@@ -223,14 +230,21 @@ class ThumbnailStore:
             return
         pairs = zip(faces, crops, strict=True)
         contents = {face: encode_image(crop, self._encoding) for face, crop in pairs if crop is not None}
+        folders = set[Path]()
         suffix = _SEALED if self._store.seals else {"jpeg": ".jpg", "png": ".png"}[self._encoding]
         try:
             for face, content in self._store.sealed(person, contents).items():
                 (path,) = self._paths(collection, person, [face], [suffix])
                 make_private_folder(path.parent)
                 _write_file(path, content)
+                folders.add(path.parent)
+            for folder in folders:  # the files' names: a power failure takes none of an enrolment that is answered
+                sync(folder)
         except (OSError, PlscError) as error:  # the enrolment is committed: it has not failed, and is not said to have
             note(f"plsc gallery: a thumbnail was not kept: {getattr(error, 'strerror', None) or first_line(error)}")
+
+    def _has(self, collection: str, person: int, face: int) -> bool:
+        return any(path.is_file() for path in self._paths(collection, person, [face]))
 
     def _remove(
         self, collection: str, person: int, precondition: Precondition | None, is_going: Callable[[int], bool]
@@ -295,6 +309,8 @@ def _remove(paths: Sequence[Path]) -> None:
 def _write_file(path: Path, content: bytes) -> None:
     with os.fdopen(open_private(path), "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _remove_folder(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 **Embedding sets.** :func:`export_set` writes a collection as an embedding set with a row for each face: its
 id is the face's, its label the person, its key "person/ID/face/ID". What else is known of a person lies beside it in
-persons.jsonl, a line {"id", "name", "metadata", "created", "external_id", "expires"} for each label, whose hash the
-set's manifest holds under "gallery"; other readers see the names as class names, made unique. :func:`import_set` enrols
-such a set, or any other.
+persons.jsonl, a line {"id", "name", "metadata", "created", "external_id", "expires", "keys"} for each label ("keys" are
+those of faces, by id), whose hash the set's manifest holds under "gallery"; other readers see the names as class names,
+made unique. :func:`import_set` enrols such a set, or any other.
 
 **Copies.** Stores on a server write their snapshots as a folder of plain files, which :func:`copy_into` enrols:
 
@@ -13,13 +13,13 @@ COPY/
   00000.persons.jsonl        a line of plsc.gallery.values.Person's fields for each person, by id; "faces" are ids
   00000.vectors.npy          (faces, dim) float32 of unit length, in the order of the persons' faces
 
-Either way enrolling gives new ids, times and revisions, and keeps external ids and expiry dates. Persons who expired
-are left out.
+Either way enrolling gives new ids, times and revisions, and keeps external ids, expiry dates and the keys of faces.
+Persons who expired are left out.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
@@ -52,14 +52,14 @@ from plsc.progress import Progress
 
 PERSONS = "persons.jsonl"
 COPY_FORMAT = "plsc gallery copy"
-COPY_VERSION = 2
-_OLDEST_COPY = 1  # its persons have neither external ids, revisions nor expiry dates
+COPY_VERSION = 3
+_OLDEST_COPY = 1  # its persons have neither external ids, revisions nor expiry dates; faces have keys since 3
 _PAGE_PERSONS = 1000  # read from a store at once
 _SHARD_ROWS = 32768
 _IMPORT_BATCH_FACES = 2000  # of an import's transaction, at least
 _COPY_BATCH_PERSONS = 500  # of a transaction of copy_into
 
-_EXPORTED = ("id", "name", "metadata", "created", "external_id", "expires")
+_EXPORTED = ("id", "name", "metadata", "created", "external_id", "expires", "keys")
 
 PersonRows = Iterable[tuple[Person, Float32]]
 
@@ -236,7 +236,8 @@ def _new_persons(source: EmbeddingSet, usable: Mask) -> Iterator[NewPerson]:
         if known is not None:
             line = next(known)
             about = (line["name"], line["metadata"], line.get("external_id"), line.get("expires"))
-            yield NewPerson(_read_rows(source, rows), *about)
+            keys = _face_keys(source.ids[rows].tolist(), line.get("keys", {}))
+            yield NewPerson(_read_rows(source, rows), *about, keys=keys)
         elif len(rows):
             yield NewPerson(_read_rows(source, rows), name)
     for row in order[ends[0] : ends[1]].tolist():
@@ -318,11 +319,17 @@ def _enrol_collection(store: Store, info: Collection, rows: Iterator[tuple[Perso
     with _new_collection(store, info.name, info.dim, info.contract_id):
         while batch := list(islice(rows, _COPY_BATCH_PERSONS)):
             new = [
-                NewPerson(vectors, person.name, person.metadata, person.external_id, person.expires)
-                for person, vectors in batch
+                NewPerson(vectors, *about, keys=_face_keys(one.faces, one.keys))
+                for one, vectors in batch
+                for about in [(one.name, one.metadata, one.external_id, one.expires)]
             ]
             store.add_persons(info.name, new, info.contract_id)
     return store.collection(info.name)
+
+
+def _face_keys(faces: Sequence[int], keys: Mapping[Any, str]) -> list[str | None]:
+    """Return the keys of ``faces``; those of a line of JSON are by their ids as texts."""
+    return [keys.get(face, keys.get(str(face))) for face in faces]
 
 
 def _copy_files(folder: Path, index: int) -> tuple[Path, Path]:
@@ -351,7 +358,9 @@ def _read_collection(folder: Path, index: int, info: Collection) -> Iterator[tup
     with lines.open(encoding="utf-8") as text:
         for line in text:
             try:
-                person = Person(**{**json.loads(line), "faces": tuple(json.loads(line)["faces"])})
+                read = json.loads(line)
+                keys = {int(face): key for face, key in read.get("keys", {}).items()}
+                person = Person(**{**read, "faces": tuple(read["faces"]), "keys": keys})
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{lines} is not readable: {error}") from None
             yield person, np.array(vectors[row : row + len(person.faces)])

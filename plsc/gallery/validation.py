@@ -23,11 +23,13 @@ MAX_DIM = 16_384
 MAX_ID = 2**63 - 1
 MAX_NAME = 1024  # characters of a person's name
 MAX_EXTERNAL_ID = 128  # characters
+FACE_KEY = r"^[\x21-\x7e]{1,64}$"
 MAX_ENTRIES = 64  # of a metadata object
 MAX_CHARACTERS = 1024  # of a metadata key or a string value
 COLLECTION_NAME = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
 COLLECTION_NAME_RULE = "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most"
 _COLLECTION = re.compile(COLLECTION_NAME)
+_FACE_KEY = re.compile(FACE_KEY)
 _RFC_3339 = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d))?", re.ASCII)
 
 
@@ -35,7 +37,8 @@ _RFC_3339 = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+
 class ValidPerson:
     """A person ready to be stored: ``vectors`` (n, dim) float32 of unit length, ``metadata`` a plain dict.
 
-    ``second`` are the vectors (n, other dim) of the same faces in the second space, None where it has none.
+    ``second`` are the vectors (n, other dim) of the same faces in the second space, None where it has none; ``keys`` of
+    n faces, or empty.
     """
 
     vectors: Float32
@@ -44,6 +47,7 @@ class ValidPerson:
     external_id: str | None = None
     expires: str | None = None
     second: Float32 | None = None
+    keys: tuple[str | None, ...] = ()
 
 
 class Kind(enum.IntEnum):
@@ -288,7 +292,27 @@ def _check_person(person: NewPerson, vectors: Float32, second: Float32 | None) -
         None if person.external_id is None else check_external_id(person.external_id),
         check_expires(person.expires),
         second,
+        check_keys(person.keys, len(vectors)),
     )
+
+
+def check_keys(keys: Sequence[str | None], faces: int) -> tuple[str | None, ...]:
+    """Return the keys of new faces of a person, none at all where each is None.
+
+    Raises:
+        UsageError: there are more or fewer than faces; one is not 1 to 64 printable ASCII characters, or comes twice.
+    """
+    given = [key for key in keys if key is not None]
+    if not given:
+        return ()
+    if len(keys) != faces:
+        raise UsageError(f"{faces} faces have {len(keys)} keys; give one for each, or None")
+    for key in given:
+        if not isinstance(key, str) or not _FACE_KEY.fullmatch(key):
+            raise UsageError(f"a face's key is 1 to 64 printable ASCII characters without spaces, not {quoted(key)}")
+        if given.count(key) > 1:
+            raise UsageError(f"the key {key} is given twice; it names one face of a person")
+    return tuple(keys)
 
 
 def number_persons(persons: Sequence[ValidPerson], first: int, *, revision: int = 1) -> list[Person]:

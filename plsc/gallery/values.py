@@ -93,6 +93,7 @@ class NewPerson:
             stored with the person, the others are not.
         external_id: the caller's own id, 1 to 128 printable characters, unique within a collection.
         expires: an ISO 8601 date or date-time, from which on the person is not found and will be deleted.
+        keys: the caller's own names of the faces, each unique among the person's, None for one without; empty: none.
     """
 
     vectors: npt.ArrayLike
@@ -101,6 +102,7 @@ class NewPerson:
     external_id: str | None = None
     expires: str | None = None
     others: Mapping[str, npt.ArrayLike] = field(default_factory=dict)
+    keys: Sequence[str | None] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Person:
         created, expires: ISO 8601, UTC.
         revision: 1 for a new person, and one more after every change of the person or its faces; 0 where the store
             counts none.
+        keys: the callers' own names of faces, by face, of those that have one.
     """
 
     id: int
@@ -122,6 +125,7 @@ class Person:
     external_id: str | None = None
     revision: int = 1
     expires: str | None = None
+    keys: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

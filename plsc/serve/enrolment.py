@@ -23,7 +23,7 @@ from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search
 from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
-from plsc.serve.schemas import Input, PersonBody, PersonPut
+from plsc.serve.schemas import FaceInput, Input, PersonBody, PersonPut
 from plsc.serve.service import Embedded, Service, Spaces
 
 OnKnown = Literal["enrol", "refuse", "add"]
@@ -66,7 +66,8 @@ async def _enrol(
         options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
         if on_known == "add" and (who := known[0]) is not None:
             request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)
-            faces: dict[str, Any] = {"vectors": new[0].vectors, "others": new[0].others, "crops": crops[0]}
+            of_faces = {"vectors": new[0].vectors, "others": new[0].others, "keys": new[0].keys}
+            faces: dict[str, Any] = {**of_faces, "crops": crops[0]}
             await service.enrol(service.thumbnails.add_faces, spaces, who.id, **faces, idempotent=request)
             person = await service.in_store(service.store.person, spaces.info.name, who.id)
             return Enrolled([person], known, warnings, _ADDED_TO_KNOWN)
@@ -90,7 +91,16 @@ async def read_enrolment(
     if status == _ADDED_TO_KNOWN:
         return Enrolled([await service.in_store(service.store.person, collection, ids[0])], known, warnings, status)
     read = [
-        Person(id, body.name, body.metadata, tuple(faces), created, body.external_id, expires=body.expires)
+        Person(
+            id,
+            body.name,
+            body.metadata,
+            tuple(faces),
+            created,
+            body.external_id,
+            expires=body.expires,
+            keys={face: given.key for face, given in zip(faces, body.faces, strict=True) if given.key is not None},
+        )
         for body, (id, faces, created) in zip(persons, added, strict=True)
     ]
     return Enrolled(read, known, warnings, status)
@@ -113,11 +123,18 @@ async def embed_persons(
             getattr(person, "external_id", None),
             person.expires,
             {contract_id: rows[end - count : end] for contract_id, rows in others.items()},
+            keys=face_keys(person.faces),
         )
         for count, end, person in zip(counts, ends, persons, strict=True)
     ]
     rest = iter(crops)
     return new, [list(islice(rest, count)) for count in counts], warnings
+
+
+def face_keys(faces: Sequence[FaceInput]) -> list[str | None]:
+    """The keys of faces, none at all where no face has one: not every store takes them."""
+    keys = [face.key for face in faces]
+    return keys if any(keys) else []
 
 
 async def embed_groups(service: Service, spaces: Spaces, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:

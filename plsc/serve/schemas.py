@@ -30,6 +30,7 @@ from plsc.gallery.filters import (
     Filter,
 )
 from plsc.gallery.validation import (
+    FACE_KEY,
     MAX_CHARACTERS,
     MAX_ENTRIES,
     MAX_EXTERNAL_ID,
@@ -236,6 +237,18 @@ class Input(Body):
         return vector
 
 
+class FaceInput(Input):
+    """A face to enrol: an image or a vector, and a name for it."""
+
+    model_config = ConfigDict(json_schema_extra=_INPUT)
+
+    key: Annotated[str, Field(pattern=FACE_KEY)] | None = Field(
+        None,
+        description="The caller's own name of the face, unique among the person's, such as a digest of the picture",
+        examples=["2c26b46b68ffc68ff99b453c1d304134"],
+    )
+
+
 def check_direction(vector: Float32, name: str) -> None:
     """:class:`ApiError` 422 if a vector is not finite, or zero."""
     with np.errstate(over="ignore", invalid="ignore"):  # looked into below
@@ -307,7 +320,7 @@ class PersonPut(Body):
 
     name: Name | None = Field(None, examples=["Ada"])
     metadata: Metadata = Field(default_factory=dict)
-    faces: list[Input] = Field(fail_fast=True, default_factory=list)
+    faces: list[FaceInput] = Field(fail_fast=True, default_factory=list)
     expires: Expires = None
 
 
@@ -345,13 +358,14 @@ class PersonChange(Body):
 class FacesBody(Body):
     """Faces to add to a person."""
 
-    faces: list[Input] = Field(fail_fast=True, min_length=1)
+    faces: list[FaceInput] = Field(fail_fast=True, min_length=1)
 
 
 class FaceView(BaseModel):
     """A face of a person: one embedding."""
 
     id: int
+    key: str | None = Field(None, description="Left out where there is none")
 
 
 class FacesView(BaseModel):
@@ -409,6 +423,8 @@ def show(view: type[View], person: Person, **more: Any) -> View:
     """A person as answers show it, without what is None, and with ``more`` fields of the view."""
     about: dict[str, Any] = {"external_id": person.external_id, "expires": person.expires}
     shown = {name: value for name, value in about.items() if value is not None}
-    faces = [FaceView(id=face) for face in person.faces]
+    faces = [
+        FaceView(id=face, key=person.keys[face]) if face in person.keys else FaceView(id=face) for face in person.faces
+    ]
     shown |= {"id": person.id, "name": person.name, "metadata": dict(person.metadata), "faces": faces}
     return view.model_construct(created=person.created, **shown, **more)

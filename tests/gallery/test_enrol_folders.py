@@ -1,5 +1,6 @@
 """``plsc gallery enrol URL FOLDER``: a person for each sub-folder, reported, and never twice."""
 
+import io
 import json
 import os
 import signal
@@ -8,12 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
-from support.live_service import Live, live_service, picture
+from support.live_service import Live, image_input, live_service, picture
 from support.waiting import wait_until
 
+import plsc
+from plsc.client import ServerError
+from plsc.client_values import Collection, Person
+from plsc.gallery.enrolment import Enrolment, Outcome, picture_key
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
 from plsc.tools.entry import main
@@ -110,7 +116,7 @@ def test_people_who_are_known_are_skipped_added_or_asked_about(live, folder, mon
     twins = folder.parent / "twins"
     for name, seed in (("Neo", 1), ("Trinity", 3), ("Morpheus", 50)):
         (twins / name).mkdir(parents=True)
-        (twins / name / "a.png").write_bytes(picture(seed))
+        (twins / name / "a.png").write_bytes(picture(seed) + b"\0")  # other files, with the same picture
     assert enrol(live, twins)["known"] == 2
     assert enrolled(live) == {**PEOPLE, "Morpheus": 1}
     assert "Neo: known and skipped: Ada (#" in capsys.readouterr().out
@@ -122,6 +128,131 @@ def test_people_who_are_known_are_skipped_added_or_asked_about(live, folder, mon
     assert enrol(live, twins, "--on-known", "add")["added"] == 2
     assert enrolled(live) == {**PEOPLE, "Ada": 3, "Grace ✓": 2, "Morpheus": 1}, "Neo's picture was added twice"
     assert enrol(live, twins, "--on-known", "enrol")["enrolled"] == 2
+
+
+def found_at(live: Live, seed: int) -> tuple[str, float]:
+    """The name and score of the best match of a picture."""
+    query = {"query": image_input(picture(seed)), "k": 1}
+    (match,) = live.ask("POST", "/v1/collections/people/search", query).json()["results"][0]["matches"]
+    return match["person"]["name"], round(match["score"], 5)
+
+
+def test_a_folder_that_has_grown_gives_each_picture_a_face_once(live, folder):
+    enrol(live, folder)
+    (folder / "Ada" / "00.png").write_bytes(picture(101))  # the first of all, so that batches of two shift
+    (folder / "Ada" / "9.png").write_bytes(picture(102))
+    (folder / "Mary" / "1a.png").write_bytes(picture(103))
+    (folder / "Grace ✓" / "0.png").rename(folder / "Grace ✓" / "renamed.png")
+    (folder / "New").mkdir()
+    (folder / "New" / "0.png").write_bytes(picture(104))
+    report = enrol(live, folder)
+    grown = {"Ada": 4, "Grace ✓": 1, "Mary": 6, "New": 1}
+    assert ([report[name] for name in ("there", "enrolled", "faces")], enrolled(live)) == ([3, 1, 4], grown)
+    assert [found_at(live, seed) for seed in (101, 102, 103, 104)] == [
+        ("Ada", 1.0),
+        ("Ada", 1.0),
+        ("Mary", 1.0),
+        ("New", 1.0),
+    ]
+    again = enrol(live, folder)
+    assert ([again[name] for name in ("there", "enrolled", "faces")], enrolled(live)) == ([4, 0, 0], grown)
+
+
+def test_a_picture_is_what_it_shows_and_not_what_it_is_called(live, folder):
+    enrol(live, folder)
+    (folder / "Ada" / "0.png").write_bytes(picture(201))  # another of the name
+    (folder / "Mary" / "copy.png").write_bytes(picture(4))  # what Mary/0.png is, too
+    with Image.open(io.BytesIO(picture(202))) as image:
+        image.save(folder / "Ada" / "2.gif")  # sent as JPEG
+    report = enrol(live, folder)
+    assert (report["faces"], enrolled(live)) == (2, {**PEOPLE, "Ada": 4})
+    assert found_at(live, 201) == ("Ada", 1.0)
+    mary = next(person for person in report["people"] if person["folder"] == "Mary")
+    assert mary["left_out"] == {"Mary/copy.png": "it is the same picture as Mary/0.png"}
+    assert (enrol(live, folder)["faces"], enrolled(live)) == (0, {**PEOPLE, "Ada": 4})
+    (folder / "Mary").rename(folder / "Maria")  # somebody else to the service, who it knows
+    assert (enrol(live, folder)["known"], enrolled(live)) == (1, {**PEOPLE, "Ada": 4})
+    assert enrol(live, folder, "--on-known", "add")["added"] == 1
+    assert enrolled(live) == {**PEOPLE, "Ada": 4}
+
+
+def test_who_was_deleted_at_the_service_is_enrolled_again(live, folder):
+    enrol(live, folder)
+    persons = {one["name"]: one for one in live.ask("GET", "/v1/collections/people/persons").json()["persons"]}
+    live.ask("DELETE", f"/v1/collections/people/persons/{persons['Ada']['id']}")
+    mary = persons["Mary"]
+    live.ask("DELETE", f"/v1/collections/people/persons/{mary['id']}/faces/{mary['faces'][3]['id']}")
+    report = enrol(live, folder)
+    assert ([report[name] for name in ("there", "enrolled", "faces")], enrolled(live)) == ([2, 1, 3], PEOPLE)
+
+
+def test_faces_that_a_former_version_enrolled_are_not_sent_twice(live, folder):
+    live.collection("people")
+    with plsc.Client(live.server.address) as client:
+        for name in PEOPLE:
+            faces = sorted((folder / name).iterdir())
+            enrolled_person = client.add_person("people", name, faces=faces[:2], external_id=name)
+            if faces[2:]:
+                client.add_faces("people", enrolled_person.id, faces[2:4])
+                client.add_faces("people", enrolled_person.id, faces[4:])
+        (folder / "Mary" / "00.png").write_bytes(picture(103))
+        report = enrol(live, folder)
+        assert (report["faces"], enrolled(live)) == (1, {**PEOPLE, "Mary": 6})
+        assert found_at(live, 103) == ("Mary", 1.0)
+        mary = client.person_by_external_id("people", "Mary")
+        assert sorted(mary.keys.values()) == sorted(
+            picture_key(path.read_bytes()) for path in (folder / "Mary").iterdir()
+        )
+
+
+def test_faces_of_another_model_are_taken_for_the_pictures_where_there_are_as_many(tmp_path, folder):
+    enroller = Enrolment(
+        client := Mock(spec=plsc.Client),
+        Collection("people", 8, "former", 1, 2, "2026"),
+        folder,
+        {"limits": {"inputs": 2, "body_bytes": 10**6}, "model": {"contract_id": "later"}, "next_model": None},
+    )
+    client.person_by_external_id.return_value = Person(7, "Mary", {}, (1, 2, 3, 4, 5))
+    pictures = [f"Mary/{number}.png" for number in range(5)]
+    assert enroller.enrol("Mary", pictures, "skip") == Outcome("Mary", "there", 7)
+    client.add_faces.assert_not_called()
+
+
+def test_an_interruption_anywhere_loses_and_doubles_nothing(live, folder, monkeypatch):
+    def interrupted(send: Any, before: bool) -> Any:
+        def broken(*args: Any, **options: Any) -> Any:
+            if not before:
+                send(*args, **options)
+            raise ServerError(0, "unavailable", "the answer was lost")
+
+        return broken
+
+    for name, before in (("enrol", True), ("enrol", False), ("add_faces", True), ("add_faces", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(plsc.Client, name, interrupted(getattr(plsc.Client, name), before))
+            assert enrol(live, folder, "--parallel", "1", code=1)["stopped"] == "the answer was lost"
+    enrol(live, folder)
+    assert enrolled(live) == PEOPLE
+
+
+def test_who_is_enrolled_at_the_same_moment_by_another_call_is_one_person(live, folder, monkeypatch):
+    enrol(live, folder)
+    (folder / "Mary" / "9.png").write_bytes(picture(103))
+    find = plsc.Client.person_by_external_id
+    missed = {"Ada", "Mary", "Grace ✓"}
+
+    def miss_once(client: plsc.Client, collection: str, external_id: str) -> Any:
+        if external_id in missed:
+            missed.discard(external_id)
+            raise ServerError(404, "not_found", "not yet")
+        return find(client, collection, external_id)
+
+    monkeypatch.setattr(plsc.Client, "person_by_external_id", miss_once)
+    report = enrol(live, folder, "--on-known", "enrol")
+    assert ([report[name] for name in ("there", "failed", "faces")], enrolled(live)) == (
+        [3, 0, 1],
+        {**PEOPLE, "Mary": 6},
+    )
 
 
 def test_photos_larger_than_a_request_are_left_out(tmp_path, capsys):

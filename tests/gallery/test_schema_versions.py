@@ -3,7 +3,8 @@
 fixtures/version_1.store.tar.gz and version_1.snapshot.tar.gz were written by the code of version 1: two collections, a
 compacted segment, persons and faces added and deleted after it; version_2.store.tar.gz and
 version_2_encrypted.store.tar.gz by that of version 2: the same with a snapshot in them, one of whose three persons was
-deleted since, and a key file that holds 32 letters A.
+deleted since, and a key file that holds 32 letters A. version_3.store.tar.gz: two persons, one collection that is being
+moved to another model, and a snapshot.
 """
 
 import sqlite3
@@ -107,6 +108,22 @@ def test_stores_and_snapshots_of_version_2(name: str, tmp_path: Path) -> None:
     store.close()
 
 
+def test_faces_of_version_3_get_keys(tmp_path: Path) -> None:
+    folder = unpacked("version_3.store", tmp_path)
+    restore(folder / "snapshots" / "one", tmp_path / "new")
+    for place in (folder, tmp_path / "new"):
+        store = SqliteStore(place)
+        assert (store.check()["version"], store.check()["migrated_from"]) == (VERSION, 3)
+        ada = store.find_person("people", "ada")
+        assert (len(ada.faces), ada.keys) == (3, {})
+        added = store.add_faces("people", ada.id, np.eye(8)[[1, 6, 4]], "model-1", keys=["b", "new", "e"])
+        assert (added[0], added[2]) == (ada.faces[1], ada.faces[2])
+        assert added[1] not in ada.faces
+        assert store.find_person("people", "ada").keys == dict(zip(added, ["b", "new", "e"], strict=True))
+        assert store.check()["faces"] == 6
+        store.close()
+
+
 def test_a_former_store_that_was_tampered_with_is_not_migrated(former: Path) -> None:
     with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
         connection.execute("ALTER TABLE persons ADD COLUMN external_id TEXT")
@@ -124,8 +141,10 @@ def test_what_a_later_plsc_wrote_is_refused_with_a_line(former: Path) -> None:
     with pytest.raises(DataError, match=r"has the setting compression, which this plsc does not know: update plsc$"):
         SqliteStore(former)
     with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 4")
-    with pytest.raises(DataError, match=r"is a gallery of version 4; this plsc reads up to version 3: update it$"):
+        connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+    with pytest.raises(
+        DataError, match=rf"of version {VERSION + 1}; this plsc reads up to version {VERSION}: update it$"
+    ):
         SqliteStore(former)
 
 

@@ -19,6 +19,7 @@ from plsc.embedding.contracts import is_of
 from plsc.embedding.embedder import Embedder, embed_images
 from plsc.errors import ConflictError, DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
+from plsc.gallery.rows import SAME_PICTURE
 from plsc.gallery.sqlite.database import PAGE_BYTES
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
@@ -37,7 +38,6 @@ _PERSONS_AT_ONCE = 32
 _PICTURES_AT_ONCE = 64  # decoded, of the same people
 _CELL_BYTES = 64  # of a vector's row in SQLite besides its numbers, encrypted or not
 _BATCH = 8  # pictures embedded at once, which others may wait for
-_SAME = 0.99  # cosine of two embeddings of one picture, decoded and aligned twice
 _SEED = 0
 LEARNED = "learned"  # of a migration's details: faces that the adapter of its estimates was learned from
 
@@ -196,9 +196,9 @@ def assign_pictures(
     by_other = is_of(contracts[1], contracts[0])
     for picture, other in zip(_unit(searched), _unit(second), strict=True):
         for face, known in own.items():  # one picture may have been enrolled twice
-            if picture @ known.searched >= _SAME or (by_other and other @ known.searched >= _SAME):
+            if picture @ known.searched >= SAME_PICTURE or (by_other and other @ known.searched >= SAME_PICTURE):
                 assigned[face] = other
-            elif known.is_estimated and known.second is not None and other @ known.second.vector >= _SAME:
+            elif known.is_estimated and known.second is not None and other @ known.second.vector >= SAME_PICTURE:
                 raise ConflictError(
                     f"searches of {collection} read an estimate of face {face}; roll back, send its picture, and cut "
                     "over again"

@@ -56,6 +56,7 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
         stored = records.all_collections(db)
         alive = [_check_collection(db, folder / COLLECTIONS, collection) for collection in stored]
         _check_vectors(db)
+        _check_keys(db)
         figures = {
             "version": VERSION,
             **({} if database.migrated_from is None else {"migrated_from": database.migrated_from}),
@@ -80,6 +81,16 @@ def _check_pages(db: sqlite3.Connection) -> None:
         rows = db.execute(f"PRAGMA {pragma}").fetchall()
         if rows and rows != [("ok",)]:
             raise corrupt_row(db, " ".join(str(rows[0][0]).split()))
+
+
+def _check_keys(db: sqlite3.Connection) -> None:
+    """Verify that every key is of a face of its person; those of persons were verified as these were read."""
+    stray = db.execute(
+        "SELECT k.face FROM face_keys k LEFT JOIN faces f ON f.id = k.face AND f.person = k.person "
+        "WHERE f.id IS NULL LIMIT 1"
+    ).fetchone()
+    if stray is not None:
+        raise corrupt_row(db, f"it holds a key of face {stray[0]}, which its person does not have")
 
 
 def _check_collection(db: sqlite3.Connection, collections: Path, stored: StoredCollection) -> Int64:

@@ -5,7 +5,7 @@ A deleted person's or face's vectors stay, under tombstones (table ``forgotten``
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -97,7 +97,16 @@ class SqliteRows(Rows):
         summary = _read_summary(self.db, row)
         created, external_id, revision, expires = row[4:8]
         faces = self._faces_of(summary.id)
-        return Person(summary.id, summary.name, summary.metadata, faces, created, external_id, revision, expires)
+        about = (summary.id, summary.name, summary.metadata, faces, created, external_id, revision, expires)
+        return Person(*about, self._keys_of(summary.id))
+
+    def _keys_of(self, person: int) -> dict[int, str]:
+        rows = self.db.execute("SELECT face, key, checksum FROM face_keys WHERE person = ?", (person,)).fetchall()
+        for face, key, checksum in rows:
+            records.require_intact(
+                self.db, checksum, records.row_checksum, (person, key, face), f"the key of face {face}"
+            )
+        return {face: key for face, key, _ in rows}
 
     def _faces_of(self, person: int) -> tuple[int, ...]:
         text = "SELECT id, collection, checksum FROM faces WHERE person = ? ORDER BY id"
@@ -192,6 +201,12 @@ class SqliteRows(Rows):
         self._insert_second(owner.id, found, second)
         return found
 
+    def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
+        """Store keys of faces of a person, which have none."""
+        rows = [(owner.id, key, face) for face, key in keys.items()]
+        checked = ((*row, records.row_checksum(*row)) for row in rows)
+        self.db.executemany("INSERT INTO face_keys (person, key, face, checksum) VALUES (?, ?, ?, ?)", checked)
+
     def update(self, former: Person, changed: Person) -> None:
         """Store ``changed``; if but its revision is another, no text leaves."""
         row, former_row = self._row(changed), self._row(former)
@@ -229,6 +244,10 @@ class SqliteRows(Rows):
         for space in self._spaces():
             self._forget("f.id = ?", faces, space)
         self.db.executemany("DELETE FROM faces WHERE id = ?", ((face,) for face in faces))
+        keys = [(owner.id, owner.keys[face]) for face in faces if face in owner.keys]
+        if keys:
+            note_left_texts(self.db)
+            self.db.executemany("DELETE FROM face_keys WHERE person = ? AND key = ?", keys)
         self._count(0, -len(faces))
         self.gone += faces
 
@@ -240,6 +259,9 @@ class SqliteRows(Rows):
         for space in self._spaces():
             self._forget("f.collection = ?", [self.number], space)
         self.db.execute("DELETE FROM migrations WHERE collection = ?", (self.number,))
+        self.db.execute(
+            "DELETE FROM face_keys WHERE person IN (SELECT id FROM persons WHERE collection = ?)", (self.number,)
+        )
         for table in ("faces", "attributes", "persons"):
             self.db.execute(f"DELETE FROM {table} WHERE collection = ?", (self.number,))
         self.db.execute("DELETE FROM collections WHERE number = ?", (self.number,))

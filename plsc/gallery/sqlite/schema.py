@@ -14,7 +14,7 @@ version wrote keep their checksums, because columns with their default values do
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-VERSION = 3
+VERSION = 4
 SPACE = 2**48  # ids of faces are smaller
 
 _PERSONS_1 = """CREATE TABLE persons (
@@ -79,16 +79,23 @@ SCHEMA_3 = (
     _COLLECTIONS_1.removesuffix(")") + "".join(f", {column}" for column in _COLLECTIONS_3) + ")",
     *_ADDED_3,
 )
+# What version 4 adds: the callers' names of faces.
+_ADDED_4 = (
+    """CREATE TABLE face_keys (
+        person INTEGER NOT NULL, key TEXT NOT NULL, face INTEGER NOT NULL, checksum INTEGER NOT NULL,
+        PRIMARY KEY (person, key)) WITHOUT ROWID""",
+)
+SCHEMA_4 = (*SCHEMA_3, *_ADDED_4)
 WRITTEN_ANEW = "written anew"  # a row of unfinished, see plsc.gallery.sqlite.unfinished
 SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
 
-SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3}
+SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3, 4: SCHEMA_4}
 
 
 def create(connection: sqlite3.Connection, application_id: int, settings: Mapping[str, str]) -> None:
     """Create the tables in one transaction: a process killed here leaves an empty file, which is created again."""
     connection.execute("BEGIN IMMEDIATE")
-    tables = sorted(SCHEMA_3, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
+    tables = sorted(SCHEMA_4, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
     for statement in tables:
         connection.execute(statement)
     connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
@@ -100,7 +107,11 @@ def create(connection: sqlite3.Connection, application_id: int, settings: Mappin
 
 def migrate(connection: sqlite3.Connection, version: int) -> None:
     """Bring a file of a former ``version`` to the present one, in one transaction."""
-    changes = [(1, "persons", _PERSONS_2, _ADDED_2), (2, "collections", _COLLECTIONS_3, _ADDED_3)]
+    changes = [
+        (1, "persons", _PERSONS_2, _ADDED_2),
+        (2, "collections", _COLLECTIONS_3, _ADDED_3),
+        (3, "", (), _ADDED_4),
+    ]
     connection.execute("BEGIN IMMEDIATE")
     try:
         for former, table, columns, added in changes:

@@ -21,7 +21,7 @@ from plsc.serve.changes import (
     read_precondition,
     set_etag,
 )
-from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
+from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, face_keys, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import (
     DELETED,
@@ -245,7 +245,10 @@ async def add_faces(
     request: Request,
     response: Response,
 ) -> schemas.FacesView:
-    """Add faces to a person."""
+    """Add faces to a person; the answer has the id of each.
+
+    A face whose `key` the person has is not added again: the id is that of the face which is there.
+    """
     record_ids(request, [person])
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
@@ -255,7 +258,7 @@ async def add_faces(
             async def add(spaces: Spaces) -> tuple[list[int], list[str]]:
                 vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
                 kept = claim.request(lambda faces: (faces, warnings))
-                change = partial(service.thumbnails.add_faces, others=others, crops=crops)
+                change = partial(service.thumbnails.add_faces, others=others, crops=crops, keys=face_keys(body.faces))
                 return await service.enrol(change, spaces, person, vectors, idempotent=kept), warnings
 
             added, warnings = await service.with_collection(collection, add)
@@ -299,9 +302,8 @@ def _read_page(
         count = min(limit + 1 - len(page), _READ_TOGETHER)
         persons = read(after=after, limit=count)
         for person in persons:
-            size += len(orjson.dumps((person.name, person.metadata, person.external_id))) + _FACE_BYTES * len(
-                person.faces
-            )
+            texts = person.name, person.metadata, person.external_id, list(person.keys.values())
+            size += len(orjson.dumps(texts)) + _FACE_BYTES * len(person.faces)
             if page and (size > max_bytes or len(page) == limit):
                 return page, page[-1].id
             page.append(person)
