@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import UsageError
 from plsc.gallery.backends import SPEC_FORMS, display_name, store_folder
 from plsc.gallery.sqlite import COMPACT_WITHIN
-from plsc.progress import note, show
+from plsc.progress import counted, note, show
 from plsc.tools.entry import (
     AUTO_PRECISION,
     PRECISIONS,
@@ -40,6 +40,7 @@ HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
 DEFAULT_FMR = 1e-4
 MAX_MEGAPIXELS = 178  # Pillow opens no larger picture
+_WARNED_OF = 5  # collections of other models, a line each
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -267,10 +268,10 @@ def _load(
         key_file=args.encrypt,
     )
     try:
-        _warn_of_several_models(store)
         if next_embedder is not None and settings.next_threshold is None:
             _warn_of_moved(store, contract_of(next_embedder, args.flip), args.next_model)
         service = Service(embedder, store, settings, metrics, detector, next_embedder)
+        _warn_of_models(service)
     except BaseException:
         store.close()
         raise
@@ -278,13 +279,18 @@ def _load(
     return service
 
 
-def _warn_of_several_models(store: "Store") -> None:
+def _warn_of_models(service: "Service") -> None:
     from plsc.embedding.contracts import models_in
 
-    names = [info.name for info in store.collections() if len(models_in(info.contract_id)) > 1]
+    names = [info.name for info in service.store.collections() if len(models_in(info.contract_id)) > 1]
     if names:
         shown = f"{names[0]} and {len(names) - 1} more collections" if len(names) > 1 else names[0]
         note(f"warning: several models enrolled into {shown}, whose scores differ: take the threshold for both")
+    refusals, are_all = service.models.unsearched(service.store)
+    for refusal in list(refusals.values())[:_WARNED_OF]:
+        note(f"{'not ready' if are_all else 'warning'}: {refusal}")
+    if len(refusals) > _WARNED_OF:
+        note(f"{counted(len(refusals) - _WARNED_OF, 'more collection')} likewise")
 
 
 def _warn_of_moved(store: "Store", contract_id: str, model: str) -> None:

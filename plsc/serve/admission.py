@@ -18,9 +18,9 @@ from plsc.serve.access import Allowance, Caller, Permission, RateLimiter, Shared
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
+from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.observability import Metrics
 from plsc.serve.routing import permission_of
-from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
 from plsc.serve.turns import TokenTurns, Turns

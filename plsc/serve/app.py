@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
+from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.observability import Metrics
 from plsc.serve.routes import admin, gallery, kserve, migrations, model, page, persons, search
 from plsc.serve.routing import permission_of
-from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
 from plsc.serve.tokens import TokenBook
 

@@ -1,11 +1,20 @@
 """The models of a service: which of them embeds for a collection, by the collection's contract id."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from plsc.embedding.contracts import is_of, may_search
 from plsc.embedding.embedder import Embedder, compatible_contracts
-from plsc.errors import ConflictError
+from plsc.errors import ConflictError, NotFoundError
+from plsc.gallery.store import Store
 from plsc.gallery.values import Collection
+
+
+class Unsearched(NamedTuple):
+    """The errors of collections that no model of a service searches, by name; and whether all collections are such."""
+
+    refusals: Mapping[str, ConflictError]
+    are_all: bool
 
 
 class Models:
@@ -31,6 +40,28 @@ class Models:
         """The model whose queries search vectors with the contract id ``space``: a member, or a compatible one."""
         found = (model for model, others in self._compatible_with.items() if may_search(model, others, space))
         return self.member(space) or next(found, None)
+
+    def queried_by(self, space: str, *, is_moving: bool) -> str | None:
+        """The model whose queries search a collection: while it is moved, one that it has vectors of alone."""
+        if space in self._compatible_with:
+            return space
+        return self.member(space) if is_moving else self.searching(space)
+
+    def unsearched(self, store: Store) -> Unsearched:
+        """The collections of a store that none of these models searches."""
+        collections = store.collections()
+        found = [info for info in collections if not self._searches(store, info)]
+        return Unsearched({info.name: self.refusal(info) for info in found}, len(found) == len(collections) > 0)
+
+    def _searches(self, store: Store, info: Collection) -> bool:
+        space = info.contract_id
+        if space in self._compatible_with or self.searching(space) is None:
+            return space in self._compatible_with
+        try:
+            _, migration = store.spaces(info.name)
+        except NotFoundError:  # deleted meanwhile
+            return True
+        return self.queried_by(space, is_moving=migration is not None) is not None
 
     def refusal(self, info: Collection) -> ConflictError:
         """The error for a collection that no model searches, or none while it is moved."""

@@ -22,8 +22,9 @@ from plsc.serve.access import Shared
 from plsc.serve.admission import Admission
 from plsc.serve.app import build_app
 from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
+from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.observability import Metrics, MetricsServer
-from plsc.serve.service import Lifecycle, Service
+from plsc.serve.service import Service
 from plsc.serve.settings import Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
 

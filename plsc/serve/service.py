@@ -17,7 +17,7 @@ import torch
 
 from plsc.embedding.contracts import is_of
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
-from plsc.errors import ConflictError, PlscError, quoted
+from plsc.errors import ConflictError, quoted
 from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store, take_changes
@@ -26,18 +26,17 @@ from plsc.gallery.values import Collection, Migration
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
-from plsc.serve.audit import AuditLog, Event
+from plsc.serve.audit import AuditLog
 from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
 from plsc.serve.migrations import Migrations
-from plsc.serve.models import Models
+from plsc.serve.models import Models, Unsearched
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32, Input, check_direction
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
-from plsc.serve.tokens import TokenBook
 from plsc.serve.workers import Workers
 
 Result = TypeVar("Result")
@@ -45,8 +44,8 @@ STORE_THREADS, STORE_SHARE = 8, 6  # and how many of them one caller may have at
 CHANGE_THREADS, CHANGE_SHARE = 2, 1  # the store makes one change at a time
 FILTER_THREADS, FILTER_SHARE = 3, 2  # so many look through all persons at a time
 MAX_FILTERED = 32  # searches whose matching rows are held in memory, a byte for each face
+_UNSEARCHED = "\0unsearched"  # where that is remembered: no collection has the name
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
-_STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
 _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
 
 
@@ -143,7 +142,7 @@ class Service:
         )
         for kind in ("embed", "search"):
             metrics.watch(f"{kind}_queue_rows", f"Rows that wait to {kind}", partial(self.worker.waiting, kind))
-        metrics.watch_store(store.statistics)
+        metrics.watch_store(self._measured)
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which may block on the store, in a thread, and in the request's context."""
@@ -291,11 +290,7 @@ class Service:
         return found
 
     def _searching(self, spaces: Spaces) -> str | None:
-        """The model whose queries search a collection: while it is moved, one that it has vectors of alone."""
-        space = spaces.info.contract_id
-        if space in self.embedders:
-            return space
-        return self.models.searching(space) if spaces.migration is None else self.models.member(space)
+        return self.models.queried_by(spaces.info.contract_id, is_moving=spaces.migration is not None)
 
     async def enrol(self, change: Callable[..., Result], spaces: Spaces, *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds vectors to a collection, by :meth:`add`, with the id of the model that made them.
@@ -342,6 +337,16 @@ class Service:
         found: Mapping[str, float] = statistics.get(collection, {})
         return found
 
+    async def unsearched(self) -> Unsearched:
+        """The collections that no model of this service searches, as of at most a second ago."""
+        found: Unsearched = await self._remember(_UNSEARCHED, self.models.unsearched, self.store)
+        return found
+
+    def _measured(self) -> dict[str, dict[str, float]]:
+        """The store's statistics, and of each collection whether a model of this service searches it."""
+        statistics, lost = self.store.statistics(), self.models.unsearched(self.store).refusals
+        return {name: {**figures, "has_model": name not in lost} for name, figures in statistics.items()}
+
     async def filter_warnings(self, collection: str, filter: Filter | None) -> list[str]:
         """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`.
 
@@ -354,8 +359,8 @@ class Service:
         return await self.in_filter(self.deadline(None), filter_warnings, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:
-        """Drop what is remembered of a collection, which was created or deleted, and the statistics of all."""
-        for name in (collection, ""):
+        """Drop what is remembered of a collection, which was created or deleted, and of all together."""
+        for name in (collection, "", _UNSEARCHED):
             self._remembered.pop(name, None)
 
     def deadline(self, milliseconds: int | None) -> float:
@@ -485,56 +490,6 @@ class Service:
                 for index, rows in zip(own, torch.split(vectors, [len(each) for each in images]), strict=True):
                     results[index] = rows.numpy()
         return results
-
-
-class Lifecycle:
-    """State of the process: ``status`` is "loading", "ready" or "stopping"."""
-
-    def __init__(self) -> None:
-        self.status = "loading"
-        self.tokens: TokenBook | None = None
-        self._service: Service | None = None
-
-    @property
-    def service(self) -> Service:
-        """The service; :class:`ApiError` 503 unless it is ready."""
-        if self._service is None or self.status != "ready":
-            raise ApiError(503, f"the service is {self.status}; ask again in a moment")
-        return self._service
-
-    def open(self, service: Service) -> None:
-        """Admit requests to ``service``."""
-        self._service = service
-        self.status = "ready"
-
-    @property
-    def private_paths(self) -> Sequence[str]:
-        """Files and folders of the service, which no answer names."""
-        return () if self._service is None else self._service.private_paths
-
-    async def readiness(self) -> str:
-        """ "ready", or the reason why requests are not served."""
-        try:
-            service = self.service
-        except ApiError:
-            return self.status
-        if self.tokens is not None and not self.tokens.is_current():
-            return "without its tokens"
-        try:
-            async with asyncio.timeout(_STORE_SECONDS):
-                await service.statistics("")
-        except (PlscError, TimeoutError):
-            return "without its store"
-        return "ready"
-
-    async def audit(self, event: Event, *, durable: bool, **entry: Any) -> None:
-        """Write an audit line, once there is a service; a durable one is on disk when this returns."""
-        if self._service is None:
-            return
-        if durable:
-            await self._service.audit.write_durably(event, **entry)
-        else:
-            self._service.audit.write(event, **entry)
 
 
 def _written(*paths: Path | None) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ class SnapshotsView(BaseModel):
 
 
 class HealthView(BaseModel):
-    """``status`` is "live", "ready", or the reason why the service is not ready."""
+    """``status`` is "live", "ready", or why the service is not ready, of which ``reason`` may tell more."""
 
     status: str
+    reason: str | None = None
 
 
 @router.get("/health/live", tags=["health"], response_model=HealthView)
@@ -36,11 +37,12 @@ async def live(_: Request) -> Response:
 @router.get("/health/ready", tags=["health"], response_model=HealthView, responses={503: {"model": HealthView}})
 @requires(None)
 async def ready(request: Request) -> Response:
-    """Requests are served: the model is loaded and the store answers."""
-    status = await get_lifecycle(request.scope).readiness()
+    """Requests are served: the model is loaded, the store answers, and not all collections are of other models."""
+    status, reason = await get_lifecycle(request.scope).readiness()
     if status == "ready":
         return JSONResponse({"status": status})
-    return JSONResponse({"status": status}, 503, {"Retry-After": str(RETRY_SECONDS)})
+    about = {"status": status} if reason is None else {"status": status, "reason": reason}
+    return JSONResponse(about, 503, {"Retry-After": str(RETRY_SECONDS)})
 
 
 @router.get("/v1/snapshots", tags=["snapshots"], responses=error_responses())

@@ -185,8 +185,8 @@ async def server_live(_: Request) -> Response:
 @router.get("/health/ready", response_model=ServerReady, responses={503: {"model": ServerReady}})
 @requires(None)
 async def server_ready(request: Request) -> Response:
-    """The model can be asked."""
-    if await get_lifecycle(request.scope).readiness() == "ready":
+    """The model can be asked, and searches the gallery."""
+    if (await get_lifecycle(request.scope).readiness())[0] == "ready":
         return JSONResponse({"ready": True})
     return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
 
