@@ -125,7 +125,7 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.named_table import NamedTable, forget_names, other_copies
     from plsc.train.removed_rows import table_files
 
-    names, paths = _names(args), find_checkpoints(args.path)
+    names, paths = list(dict.fromkeys(_names(args))), find_checkpoints(args.path)
     NamedTable(paths[-1], args.table).check_names(names)  # before anything changes; older ones may lack some
     for path in paths:
         table = NamedTable(path, args.table)
@@ -180,7 +180,7 @@ def _rows_found(
 
 
 def _merge(args: argparse.Namespace) -> dict[str, Any]:
-    names = _names(args)
+    names = list(dict.fromkeys(_names(args)))
     return _changed(args, lambda table: table.merge(names, args.into), f"{', '.join(names)} are of {args.into} now")
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.errors import DataError
+from plsc.errors import DataError, UsageError
 
 Keys = NDArray[np.int64]
 _NAME_BYTES = "utf-8", "surrogateescape"  # names of folders are any bytes
@@ -60,7 +60,16 @@ class KeyMap:
         return np.where(known, self.shards[place], -1), np.where(known, self.classes[place], -1)
 
     def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, batch: int = -1) -> None:
-        """Enter ``keys`` (m,), none of which is there, as seen in training batch ``batch``."""
+        """Enter ``keys`` (m,), none of which is there, as seen in training batch ``batch``.
+
+        Raises:
+            UsageError: a key is there, or is given twice: the map would be one that :meth:`load_state` refuses.
+        """
+        distinct, counts = np.unique(keys, return_counts=True)
+        taken = distinct[(counts > 1) | (self.find(distinct)[0] >= 0)]
+        if len(taken):
+            name = self.names.get(int(taken[0]), f"of the key {taken[0]}")
+            raise UsageError(f"the class {name} is added twice, or has a row already; name each class once")
         order = np.argsort(keys)
         places = np.searchsorted(self.keys, keys[order])
         self.keys = np.insert(self.keys, places, keys[order])
@@ -169,12 +178,14 @@ class KeyMap:
             for name in ("keys", "classes", "seen", "name_ends", "named_keys")
         )
         ends, text = np.concatenate([[0], ends]), state["name_bytes"].numpy().tobytes()
-        is_sorted = bool((np.diff(keys) > 0).all()) and bool((np.diff(ends) >= 0).all())
+        is_sorted = all(bool((np.diff(each) > 0).all()) for each in (keys, named)) and bool((np.diff(ends) >= 0).all())
         is_fit = {len(keys), len(numbers), len(seen)} == {len(keys)} and len(ends) == len(named) + 1
         if not is_sorted or not is_fit or ends[-1] > len(text):
             raise DataError("these are no keys of a class table; use another copy")
         if (numbers < 0).any():
             raise DataError("keys of a class table have negative class numbers; use another copy")
+        if len(numbers) and (numbers.max() >= len(numbers) or np.bincount(numbers).min() == 0):
+            raise DataError("keys of a class table leave out class numbers; use another copy")
         self.keys, self.seen = keys, seen
         self.waiting = dict(state["waiting"].tolist()) if "waiting" in state else {}
         self.shards = (np.searchsorted(np.asarray(firsts), numbers, side="right") - 1).astype(np.int32)
@@ -182,3 +193,5 @@ class KeyMap:
         self.names, self._keys_of_names = {}, {}
         pieces = zip(named.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         self.enter_names({key: text[start:stop].decode(*_NAME_BYTES) for key, start, stop in pieces})
+        if len(self._keys_of_names) < len(self.names):
+            raise DataError("two keys of a class table have one name; use another copy")

@@ -5,6 +5,7 @@ that was read: it is never half of either. Rows stay dense, so that nothing of a
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,12 @@ class NamedTable:
         """Let ``names`` be of the class ``into``; see :meth:`plsc.DynamicHead.merge`.
 
         Raises:
-            UsageError: a name is none of the table; or its rows lie in files.
+            UsageError: a name is none of the table, or all are ``into`` itself; or its rows lie in files.
         """
         self._refuse_in_files()
         keys, (target,) = self._keys_of([name for name in names if name != into]), self._keys_of([into])
+        if not len(keys):
+            raise UsageError(f"{into} is merged into itself alone; name the classes that are to become {into}")
         weight = self._by_class(self._weight)
         places = self.key_map.find(np.array([target, *keys]))[1]
         rows = weight[torch.from_numpy(places)].double()
@@ -127,14 +130,15 @@ class NamedTable:
         """Make classes of the names ``into``, with the rows of ``name``; see :meth:`plsc.DynamicHead.split`.
 
         Raises:
-            UsageError: ``name`` is none of the table, or one of ``into`` is of another class; there is no room; or rows
-                lie in files.
+            UsageError: ``name`` is none of the table, or one of ``into`` is of another class, is given twice or is
+                empty; there is no room; or rows lie in files.
         """
         self._refuse_in_files()
-        (key,), new = self._keys_of([name]), self.key_map.keys_of(dict.fromkeys(into))
+        _check_names(into)
+        (key,), new = self._keys_of([name]), self.key_map.keys_of(into)
         place = int(self.key_map.find(np.array([key]))[1][0])
         owners = self.key_map.find(new)[1]
-        for other, owner in zip(dict.fromkeys(into), owners.tolist(), strict=True):
+        for other, owner in zip(into, owners.tolist(), strict=True):
             if other == name or owner not in (-1, place):
                 raise UsageError(
                     f"{self.path} has a class {other} already; a class is split into others, or its own names"
@@ -151,8 +155,9 @@ class NamedTable:
         """Give the class ``old`` another name.
 
         Raises:
-            UsageError: ``old`` is none of the table, or ``new`` is.
+            UsageError: ``old`` is none of the table, or ``new`` is, or is empty.
         """
+        _check_names([new])
         (key,), (other,) = self._keys_of([old]), self.key_map.keys_of([new])
         if self.key_map.find(np.array([other]))[0][0] >= 0:
             raise UsageError(f"{self.path} has a class {new} already; merge the two, or give another name")
@@ -166,7 +171,8 @@ class NamedTable:
             names: of classes there; None: all that are missing here.
 
         Raises:
-            UsageError: the tables do not fit, a name is none of ``source``, or is one here; or rows lie in files.
+            UsageError: the tables do not fit, a name is none of ``source``, is one here or is given twice; or rows lie
+                in files.
         """
         for table in (self, source):
             table._refuse_in_files()
@@ -178,6 +184,7 @@ class NamedTable:
             raise UsageError(f"rows of {source.path} and {self.path} are {shapes}: they need to be of one shape")
         have = set(self.names)
         wanted = [name for name in source.names if name not in have] if names is None else list(names)
+        _check_names(wanted)
         if known := have.intersection(wanted):
             raise UsageError(f"{self.path} has a class {min(known)} already; remove it first, or leave it out")
         self._refuse_beyond_room(len(wanted))
@@ -252,6 +259,15 @@ class NamedTable:
     def _key_names(self) -> list[str]:
         prefix = self._keys_prefix
         return [name for name in self._tensors if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """UsageError unless ``names`` can be those of new classes, one each."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UsageError(f"the class {repeated[0]} is named twice; each name is of one class: name it once")
+    if _REMOVED in names:
+        raise UsageError("one of the names is empty; give each new class a name")
 
 
 def _column_names(stored: StoredCheckpoint, prefix: str) -> list[str]:

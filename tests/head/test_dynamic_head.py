@@ -11,7 +11,7 @@ from reference import Oracle, relative_error
 from support.head_problems import HIGH, LOW
 
 import plsc
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError
 from plsc.head.key_map import KeyMap
 from plsc.sizes import status_bytes
 
@@ -452,6 +452,37 @@ def test_ten_thousand_names_of_one_hash_get_a_key_each(monkeypatch):
     third.load_state(one.state([0]), [0])
     assert np.array_equal(third.keys_of(names), keys)
     assert np.array_equal(third.find(keys)[1], np.arange(len(keys)))
+
+
+@pytest.mark.parametrize("keys", [[7, 7], [3, 7]])
+def test_a_key_map_takes_no_key_twice(keys):
+    key_map = KeyMap()
+    key_map.enter_names({7: "Ada"})
+    key_map.add(np.array([3]), np.zeros(1, np.int32), np.array([0]))
+    before = key_map.state([0])
+    with pytest.raises(UsageError, match=r"the class (Ada|of the key 3) is added twice, or has a row already"):
+        key_map.add(np.array(keys), np.zeros(2, np.int32), np.array([1, 2]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in key_map.state([0]).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keys": [5, 5]}, "no keys of a class table"),
+        ({"classes": [0, 2]}, "leave out class numbers"),
+        ({"classes": [0, 2**62]}, "leave out class numbers"),
+        ({"named_keys": [5, 5]}, "no keys of a class table"),
+        ({"name_bytes": list(b"AdaAda"), "name_ends": [3, 6]}, "two keys of a class table have one name"),
+    ],
+)
+def test_keys_that_would_mix_up_classes_are_not_loaded(changes, message):
+    key_map = KeyMap()
+    key_map.enter_names({5: "Ada", 9: "Bob"})
+    key_map.add(np.array([5, 9]), np.zeros(2, np.int32), np.array([0, 1]))
+    state = key_map.state([0])
+    state |= {name: torch.tensor(values, dtype=state[name].dtype) for name, values in changes.items()}
+    with pytest.raises(DataError, match=message):
+        KeyMap().load_state(state, [0])
 
 
 def wrong(mesh, case):

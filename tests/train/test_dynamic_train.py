@@ -232,3 +232,35 @@ def test_a_class_is_split_into_new_names_and_into_those_that_were_merged(
         NamedTable(find_checkpoints(copied)[-1]).split("avatar-3", ["a", "b", "c"])
     (result,) = ranks(1, run, copied, {**DYNAMIC, "data.train": "avatars:3x6", "steps": 15}, "auto")
     assert result["steps"] == 15
+
+
+def test_a_refused_change_leaves_the_checkpoint_as_it_was(
+    copied: Path, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(1, run, tmp_path / "other", {**DYNAMIC, "data.train": "avatars:6x6@50", "steps": 3})
+    name = str(copied)
+    assert main(["table", "merge", name, "avatar-1", "--into", "avatar-0"]) == 0
+    newest = find_checkpoints(copied)[-1]
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    (tmp_path / "twice.txt").write_text("avatar-51\navatar-52\navatar-51\n")
+    other = ["--from", str(tmp_path / "other")]
+    for command, message in (
+        (["add", name, "avatar-51", "avatar-51", *other], "the class avatar-51 is named twice"),
+        (["add", name, "--names", str(tmp_path / "twice.txt"), *other], "the class avatar-51 is named twice"),
+        (["add", name, "avatar-2", "avatar-51", *other], "has a class avatar-2 already"),
+        (["add", name, "avatar-51", "", *other], "one of the names is empty"),
+        (["merge", name, "avatar-2", "avatar-2", "--into", "avatar-2"], "avatar-2 is merged into itself alone"),
+        (["split", name, "avatar-2", "--into", "avatar-2"], "has a class avatar-2 already"),
+        (["split", name, "avatar-0", "--into", "avatar-1", "avatar-1"], "the class avatar-1 is named twice"),
+        (["split", name, "avatar-0", "--into", "Ada", ""], "one of the names is empty"),
+        (["rename", name, "avatar-2", "avatar-2"], "has a class avatar-2 already"),
+        (["rename", name, "avatar-2", ""], "one of the names is empty"),
+        (["remove", name, "avatar-2", "avatar-70"], "has no class avatar-70"),
+    ):
+        capsys.readouterr()
+        assert main(["table", *command]) == 2, command
+        assert message in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in newest.iterdir()} == before
+    assert verify_checkpoint(newest)["problems"] == []
+    assert main(["table", "remove", name, "avatar-2", "avatar-2"]) == 0
+    assert f"{newest}: 1 class removed, {NamedTable(newest).num_classes} left" in capsys.readouterr().out
