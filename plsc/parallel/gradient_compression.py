@@ -4,7 +4,8 @@ Half precision and PowerSGD are torch's DDP communication hooks. Deep Gradient C
 arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up and sends the largest sums only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class PowerSGD(GradientExchange):
 
         super().__init__(mesh, module, options)
         self._start, self._rank = options.powersgd_start_step, options.powersgd_rank
-        self._hook = powerSGD_hook.powerSGD_hook
+        self._hook = _power_sgd()
         # a matrix of zeros, a frozen layer's say, must not be divided by its norm
         self._torch_state = powerSGD_hook.PowerSGDState(
             mesh.group,
@@ -102,6 +103,23 @@ class PowerSGD(GradientExchange):
         factors = (rows + columns) * min(rows, columns, self._rank)
         is_compressed = step >= self._start and factors * _MIN_COMPRESSION_RATE < parameter.numel()
         return factors if is_compressed else parameter.numel()
+
+
+def _power_sgd() -> Callable[..., Future[Tensor]]:
+    """torch's PowerSGD hook, which makes columns orthogonal by two passes where torch makes one of Gram-Schmidt.
+
+    torch does at rank 2, and at every rank in 16 bits. One pass leaves nearly parallel columns far from orthogonal, as
+    those of a gradient of rank 1 are (Giraud et al., 2005: twice is enough), and the approximation is none then.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def orthogonalize(matrices: Tensor, epsilon: float = 0) -> None:
+        by_gram_schmidt = matrices.shape[2] == 2 or matrices.dtype.itemsize == 2
+        for _ in range(2 if by_gram_schmidt else 1):
+            powerSGD_hook._orthogonalize(matrices, epsilon)
+
+    hook = powerSGD_hook.powerSGD_hook
+    return FunctionType(hook.__code__, {**vars(powerSGD_hook), "_orthogonalize": orthogonalize})
 
 
 class DeepGradientCompression(GradientExchange):

@@ -1,5 +1,6 @@
 """Communication hooks: against the papers' recurrences in float64 in one process, and counted on the wire."""
 
+import math
 from typing import Any
 
 import pytest
@@ -151,6 +152,30 @@ def test_powersgd_converges_by_its_error_feedback(ranks: Ranks) -> None:
     for bad_step in (-1, 30):
         first, last = ranks(WORLD, approach, "powersgd", options, bad_step)[0]
         assert last < 0.05 * first
+
+
+def gradients_of_rank_1(mesh: Mesh, rank: int) -> float:
+    """The largest error of PowerSGD's gradients, to their norm, where those of all ranks are u·vᵀ."""
+    module, net, exchange, _ = wrap(mesh, "powersgd", ExchangeOptions(powersgd_rank=rank, powersgd_start_step=2))
+    given = {name: draw({name: (shape[0], 1)}, 5)[name] for name, shape in SHAPES.items() if len(shape) > 1}
+    given = {name: column @ draw({name: (1, math.prod(SHAPES[name][1:]))}, 6)[name] for name, column in given.items()}
+    inputs = {name: value.reshape(SHAPES[name]).float() for name, value in given.items()}
+    errors = []
+    for step in range(6):
+        exchange.begin(step)
+        net({**inputs, "bias": torch.ones(SHAPES["bias"])}).backward()
+        exchange.settle(torch.tensor(0.0))
+        for name, weight in module.named_parameters():
+            if name in inputs and weight.grad is not None:
+                errors.append(float((weight.grad - inputs[name]).norm() / inputs[name].norm()))
+        module.zero_grad()
+    assert len(errors) == 12
+    return max(errors)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_powersgd_of_any_rank_sends_a_gradient_of_rank_1_as_it_is(rank: int, ranks: Ranks) -> None:
+    assert max(ranks(WORLD, gradients_of_rank_1, rank)) < 1e-4
 
 
 def count_bytes(mesh: Mesh, hook: str, options: ExchangeOptions) -> list[tuple[int, int]]:
