@@ -58,12 +58,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     means("--iterations", type=positive, metavar="N", help="at most (25)")
     means("--tolerance", type=above_0, metavar="R", help="end where the inertia falls by less than this share (0.0001)")
     means("--seeds", type=positive, metavar="N", help="try N first centres, and keep the least inertia (1)")
-    means("--balanced", type=_ratio, metavar="R", help="no cluster has more than R times the mean number of points")
+    means(
+        "--balanced",
+        type=_ratio,
+        metavar="R",
+        help="no cluster has more than R times the mean number of points, rounded up",
+    )
     means("--mini-batch", type=positive, metavar="N", help="points of an iteration (all)")
     means("--top", type=positive, metavar="K", help="write the K nearest centres of each row, with cosines")
     graphs = parser.add_argument_group("connected, hdbscan").add_argument
     graphs("--threshold", type=_cosine, metavar="T", help="connected: least cosine of an edge")
-    graphs("--neighbours", type=positive, metavar="N", help="edges of a point (32)")
+    graphs("--neighbours", type=positive, metavar="N", help="edges of a point (32; hdbscan: at least --min-size - 1)")
     graphs("--min-size", type=positive, metavar="N", help="points of the smallest cluster; others get label -1 (2)")
     graphs("--links", type=Path, metavar="TSV", help="pairs that belong together, or do not")
     add_verify_option(parser)

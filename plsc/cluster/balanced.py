@@ -7,6 +7,7 @@ nearest centres keeps are matched in the same way with the room that is left.
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ def balanced_labels(points: Points, centres: Float32, ratio: float, mesh: Mesh) 
     Every rank holds 16 candidates of every point meanwhile.
     """
     labels = np.full(points.total, -1, dtype=np.int64)
-    room = np.full(len(centres), math.ceil(ratio * points.total / len(centres)), dtype=np.int64)
+    most = math.ceil(Fraction(str(ratio)) * points.total / len(centres))  # 1.1 of 10 is 11, which floats make more
+    room = np.full(len(centres), most, dtype=np.int64)
     waiting, scan = np.arange(points.total), scan_of(centres)
     while len(waiting):
         own = waiting[(waiting >= points.start) & (waiting < points.start + len(points))] - points.start

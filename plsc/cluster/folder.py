@@ -37,6 +37,7 @@ from plsc.files import (
     make_folder,
     read_json,
     read_manifest,
+    sha256,
     verify_files,
     write_json,
     write_manifest,
@@ -57,7 +58,7 @@ class GraphOptions:
     Attributes:
         method: "connected" or "hdbscan".
         threshold: the least cosine of an edge; of "connected".
-        neighbours: edges of each point.
+        neighbours: edges of each point; hdbscan takes as many as its densities need, where these are too few.
         min_size: points of the smallest cluster; the points of smaller ones get no label.
         links: a file of pairs (:func:`plsc.cluster.graph.read_links`).
     """
@@ -113,6 +114,8 @@ def cluster(
     """
     settings = {"set": digest(source.manifest), "top": top, **asdict(options)}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    if isinstance(options, GraphOptions) and options.links is not None:
+        settings["content of links"] = sha256(options.links)
     _check(source, options, folder)
     with ExitStack() as lock:
         if on_main(lambda: _begin(folder, settings, lock, overwrite), mesh):
@@ -192,10 +195,10 @@ def _by_graph(source: EmbeddingSet, points: Points, options: GraphOptions, mesh:
     links = Links(np.empty((0, 2), np.int64), np.empty((0, 2), np.int64))
     if options.links is not None:
         links = read_links(options.links, source, points)
-    graph = neighbour_graph(points, options.neighbours)
     if options.method == "connected":
-        parts = connected(graph, options.threshold, links)
+        parts = connected(neighbour_graph(points, options.neighbours), options.threshold, links)
     else:
+        graph = neighbour_graph(points, max(options.neighbours, options.min_size - 1))
         parts = hdbscan(graph, options.min_size, links)
     numbers, own = np.unique(parts, return_inverse=True)
     own = np.where(parts < 0, -1, own.reshape(-1))
@@ -203,9 +206,8 @@ def _by_graph(source: EmbeddingSet, points: Points, options: GraphOptions, mesh:
     kept = np.flatnonzero(sizes >= options.min_size)
     own = np.where((own >= 0) & (sizes[own] >= options.min_size), np.searchsorted(kept, own), -1).astype(np.int64)
     if not len(kept):
-        raise DataError(
-            f"no cluster has {options.min_size} points; lower --threshold or --min-size, or give more --neighbours"
-        )
+        lower = "--threshold or --min-size" if options.method == "connected" else "--min-size"
+        raise DataError(f"no cluster has {options.min_size} points; lower {lower}, or give more --neighbours")
     sums, labelled = Sums(len(kept), points.dim), np.flatnonzero(own >= 0)
     sums.move(points, labelled, np.full(len(labelled), -1), own)
     centres = sums.centres(np.zeros((len(kept), points.dim), np.float32))

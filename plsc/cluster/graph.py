@@ -100,8 +100,8 @@ def hdbscan(graph: Graph, least: int, links: Links) -> Int64:
     single linkage within the clusters.
 
     Args:
-        graph: of the points.
-        least: points of the smallest cluster, and of the neighbourhood that a density is taken of.
+        graph: of the points; each has ``least`` - 1 edges at least, or all that there are.
+        least: points of the smallest cluster, and of the neighbourhood that a density is taken of, itself included.
         links: of the points.
 
     Raises:
@@ -112,18 +112,22 @@ def hdbscan(graph: Graph, least: int, links: Links) -> Int64:
         from sklearn.cluster import HDBSCAN
     except ImportError:
         raise UsageError(f"--method hdbscan needs the package scikit-learn: {INSTALL}") from None
+    if graph.count < max(2, least):
+        return np.full(graph.count, -1)
     distances = np.sqrt(np.maximum(2.0 - 2.0 * graph.cosines.astype(np.float64), 0.0))
     # One component is asked for: parts are chained by edges longer than any other.
     parts = np.unique(_parts(graph.count, np.concatenate([graph.pairs, links.must])), return_index=True)[1]
     chain = np.stack([parts[:-1], parts[1:]], axis=1)
-    pairs = np.concatenate([graph.pairs, links.must, chain])
-    lengths = np.concatenate([distances, np.zeros(len(links.must)), np.full(len(chain), _FARTHEST)])
+    must = links.must[links.must[:, 0] != links.must[:, 1]]
+    pairs = np.concatenate([must, graph.pairs, chain])  # the first of a pair counts
+    lengths = np.concatenate([np.zeros(len(must)), distances, np.full(len(chain), _FARTHEST)])
     keys, first = np.unique(pairs.min(axis=1) * graph.count + pairs.max(axis=1), return_index=True)
     one, other = keys // graph.count, keys % graph.count
     values = np.maximum(lengths[first], _LEAST_DISTANCE)
     rows, columns = np.concatenate([one, other]), np.concatenate([other, one])
     matrix = coo_array((np.concatenate([values, values]), (rows, columns)), shape=(graph.count, graph.count)).tocsr()
-    model = HDBSCAN(min_cluster_size=max(2, least), min_samples=least, metric="precomputed", copy=True)
+    # A point counts as its own neighbour, and a sparse row does not hold it.
+    model = HDBSCAN(min_cluster_size=max(2, least), min_samples=max(1, least - 1), metric="precomputed", copy=True)
     labels: Int64 = model.fit(matrix).labels_.astype(np.int64)
     return labels if not len(links) else _with_links(graph, labels, links)
 

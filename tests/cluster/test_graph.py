@@ -7,7 +7,7 @@ import pytest
 
 from plsc.cluster.agreement import agreement
 from plsc.cluster.assignment import Points
-from plsc.cluster.graph import neighbour_graph
+from plsc.cluster.graph import Links, hdbscan, neighbour_graph
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.tools.entry import main
 
@@ -95,6 +95,18 @@ def test_links_join_and_part(tmp_path, embeddings):
     assert same(after[others], before[others])
 
 
+def test_links_that_changed_are_no_answer_of_the_links_before(tmp_path, embeddings, capsys):
+    (tmp_path / "links.tsv").write_text(f"{NAMES[0]}\t{NAMES[1]}\tmust\n")
+    options = ["--method", "connected", "--threshold", "0.8", "--links", str(tmp_path / "links.tsv")]
+    first = clustered(embeddings, tmp_path / "out", *options)
+    assert first[0] == first[1] != first[2]
+    (tmp_path / "links.tsv").write_text(f"{NAMES[0]}\t{NAMES[2]}\tmust\n")
+    assert main(["cluster", str(embeddings), "--out", str(tmp_path / "out"), *options]) == 2
+    assert "was begun with content of links" in capsys.readouterr().err
+    again = clustered(embeddings, tmp_path / "out", *options, "--overwrite")
+    assert again[0] == again[2] != again[1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -124,6 +136,66 @@ def test_hdbscan_finds_the_groups_and_keeps_the_links(tmp_path, embeddings):
     after = clustered(embeddings, tmp_path / "after", *options, "--links", links_file(tmp_path, truth))
     assert after[0] == after[1] >= 0
     assert after[8] != after[0]
+
+
+NO_LINKS = Links(np.empty((0, 2), np.int64), np.empty((0, 2), np.int64))
+
+
+# Cases whose dense clustering is the same in any order of the points: trees split ties, such as equal densities, freely.
+@pytest.mark.parametrize(
+    ("seed", "points", "least"), [(18, 24, 2), (18, 24, 4), (19, 48, 3), (37, 48, 4), (23, 70, 6), (29, 70, 4)]
+)
+def test_hdbscan_is_that_of_the_dense_distances(seed, points, least):
+    sklearn = pytest.importorskip("sklearn.cluster", reason="pip install plsc-torch[cluster]")
+    random = np.random.default_rng(seed)
+    rows = random.standard_normal((4, 6))[random.integers(0, 4, points)] + 0.3 * random.standard_normal((points, 6))
+    rows = np.concatenate([rows, rows[:3]])
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    distances = np.linalg.norm(rows[:, None] - rows[None], axis=2)
+    model = sklearn.HDBSCAN(min_cluster_size=least, min_samples=least, metric="precomputed", copy=True)
+    expected = model.fit(distances).labels_
+    labels = hdbscan(neighbour_graph(Points.of(rows.astype(np.float32)), 24), least, NO_LINKS)
+    assert same(labels, expected)
+    assert ((labels < 0) == (expected < 0)).all()
+    assert expected.max() > 0
+
+
+def test_hdbscan_keeps_groups_of_the_smallest_size_whole(tmp_path):
+    pytest.importorskip("sklearn", reason="pip install plsc-torch[cluster]")
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(6), 40)
+    rows = np.eye(6, 16)[labels] + 0.02 * random.standard_normal((240, 16))
+    write_embedding_set(tmp_path / "set.emb", rows.astype(np.float32), contract_id="c")
+    # More than the 32 neighbours of the default, and more than --neighbours says.
+    for more in ([], ["--neighbours", "5"]):
+        out = tmp_path / f"out {len(more)}"
+        found = clustered(tmp_path / "set.emb", out, "--method", "hdbscan", "--min-size", "40", *more)
+        assert same(found, labels)
+        assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_fewer_pictures_than_the_smallest_cluster_are_one_line(tmp_path, rows, capsys):
+    pytest.importorskip("sklearn", reason="pip install plsc-torch[cluster]")
+    write_embedding_set(tmp_path / "set.emb", np.eye(rows, 8, dtype=np.float32), contract_id="c")
+    arguments = ["cluster", str(tmp_path / "set.emb"), "--out", str(tmp_path / "out"), "--method", "hdbscan"]
+    assert main([*arguments, "--min-size", "5"]) == 1
+    assert "no cluster has 5 points; lower --min-size, or give" in capsys.readouterr().err
+
+
+def test_a_must_link_is_a_distance_of_0_to_hdbscan():
+    sklearn = pytest.importorskip("sklearn.cluster", reason="pip install plsc-torch[cluster]")
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((3, 6))[random.integers(0, 3, 24)] + 0.3 * random.standard_normal((24, 6))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    distances = np.linalg.norm(rows[:, None] - rows[None], axis=2)
+    distances[[0, 1], [1, 0]] = 1e-6
+    model = sklearn.HDBSCAN(min_cluster_size=2, min_samples=2, metric="precomputed", copy=True)
+    expected = model.fit(distances).labels_
+    links = Links(np.array([[0, 1], [5, 5]]), NO_LINKS.cannot)  # a row with itself says nothing
+    labels = hdbscan(neighbour_graph(Points.of(rows.astype(np.float32)), 20), 2, links)
+    assert expected[0] == expected[1] >= 0
+    assert same(labels, expected)
 
 
 def test_agreement_is_that_of_the_definitions():

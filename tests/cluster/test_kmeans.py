@@ -148,6 +148,16 @@ def test_no_balanced_cluster_is_larger_than_asked(tmp_path, embeddings):
     assert report["labelled"] == ROWS - 1
 
 
+@pytest.mark.parametrize(("rows", "k", "bound"), [(50, 5, 11), (100, 2, 55)])
+def test_the_bound_of_a_balanced_cluster_is_that_of_the_decimal_ratio(tmp_path, rows, k, bound):
+    # All but a few rows are one crowd; 1.1 * 50 / 5 is more than 11 in floats.
+    vectors = np.eye(k, 8)[np.maximum(np.arange(rows) - rows + k, 0)]
+    vectors += 0.01 * np.random.default_rng(0).standard_normal((rows, 8))
+    write_embedding_set(tmp_path / "set.emb", vectors.astype(np.float32), contract_id="c")
+    report = run(tmp_path / "set.emb", tmp_path / "out", k=k, balanced=1.1, iterations=3)
+    assert report["sizes"]["most"] == bound
+
+
 def test_many_centres_start_in_two_levels(tmp_path, embeddings, monkeypatch):
     monkeypatch.setattr("plsc.cluster.starts.PLUS_PLUS_UP_TO", 20)
     first = run(embeddings, tmp_path / "two", iterations=1)["history"][0]["inertia"]
