@@ -134,6 +134,12 @@ def exists(name: str) -> bool:
     return _builders.find(name) is not None
 
 
+def is_ours(name: str) -> bool:
+    """Return whether the backbone ``name`` is plsc's own, which computes no tables and takes few options."""
+    builder = _builders.find(name)
+    return getattr(builder, "func", builder).__module__.startswith("plsc.models.") if builder else False
+
+
 def names() -> tuple[str, ...]:
     """Return the names that :func:`create` takes, besides ``timm:NAME``; those of installed packages are the last."""
     return _builders.every_name()

@@ -9,6 +9,7 @@ prepared in the same way: :func:`contract_id` stands for both, and every embeddi
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, quoted
 from plsc.progress import counted
 
 # By default backbones take (x - PIXEL_MEAN) / PIXEL_STD of pixel values 0 to 255, arcface_torch's (x/255 - 0.5)/0.5.
@@ -27,6 +28,8 @@ BILINEAR = "bilinear"
 INTERPOLATIONS = (BILINEAR, "bicubic")
 DEFAULT_SIZE = 112
 CONTRACT_DIGITS = 16
+LARGEST_SIDE = 1024  # pixels of the images that a model from elsewhere asks for; memory and time grow with them …
+LARGEST_SIDE_ALLOWED = "PLSC_LARGEST_IMAGE"  # … of the environment: the number that takes its place
 MAX_SIDE_RATIO = 1.1  # longer side / shorter side of a square picture; crops by hand miss square by a few pixels
 MAX_STRETCH = 1.5  # of a picture towards a model's oblong shape; detectors' boxes of bodies differ as much
 MAX_SCALE = 2.0  # side / model's side, and its inverse, within which resizing keeps the face's share of the picture
@@ -54,6 +57,17 @@ def image_size(value: Any) -> ImageSize:
         shown = list(value) if isinstance(value, tuple) else value
         raise UsageError(f"image_size is {shown!r}; it takes one number of pixels, or [height, width]")
     return sides[0] if sides[0] == sides[-1] else (sides[0], sides[1])
+
+
+def check_side(size: ImageSize, path: Path) -> None:
+    """Refuse the image size of a model from elsewhere, ``path``, that is larger than the user allows: DataError."""
+    allowed = os.environ.get(LARGEST_SIDE_ALLOWED, "")
+    largest, side = int(allowed) if allowed.isdecimal() else LARGEST_SIDE, max(height_and_width(size))
+    if side > largest:
+        raise DataError(
+            f"{path} takes images of {quoted(side)} pixels a side, and a model from elsewhere takes up to {largest:,}; "
+            f"set {LARGEST_SIDE_ALLOWED} to their side where you trust its maker"
+        )
 
 
 def size_text(size: ImageSize) -> str:

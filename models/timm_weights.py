@@ -5,7 +5,6 @@ architecture, the arguments that it was built with, and ``pretrained_cfg``, what
 state_dict alone has none of it; then timm's own registry says what the weights of that name expect.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError, first_line
-from plsc.files import LARGEST_JSON
+from plsc.errors import DataError, UsageError, first_line, quoted
+from plsc.files import LARGEST_JSON, parse_json
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
 from plsc.signing import MODEL, SUFFIX, is_asked_for, read_signed
@@ -27,6 +26,7 @@ CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first of them that a folder holds
 LAYERS = "embedding.safetensors"  # of a TimmBackbone whose trunk is stored under timm's names: the layers behind it
 _HUB_SECONDS = 5.0  # for its first answer
+_ARCHITECTURE = re.compile(rf"({TIMM_PREFIX})?[\w.-]{{1,128}}")
 _TIMMS_OWN_ID = re.compile(r"timm/[\w.-]+")
 # timm's options that fetch or open other files: a file must not set them.
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
@@ -138,13 +138,12 @@ def snapshot_config(file: Path, name: str | None = None) -> SnapshotConfig | Non
     path = file.with_name(CONFIG)
     if not path.is_file():
         return None
-    try:
-        content = json.loads(read_signed(path, MODEL))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no JSON: {first_line(error)}; use another copy") from None
+    content = parse_json(read_signed(path, MODEL, LARGEST_JSON), path)
     if not isinstance(content, dict) or "architecture" not in content:
         return None
     found_name = str(content["architecture"])
+    if not _ARCHITECTURE.fullmatch(found_name):
+        raise DataError(f"{path} names a model {quoted(found_name)}, which is none; use another copy")
     pretrained_cfg = content.get("pretrained_cfg", content)  # timm's older files have all in one
     model_args = content.get("model_args") or {}
     if not isinstance(pretrained_cfg, dict) or not isinstance(model_args, dict):

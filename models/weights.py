@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +16,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write, pinned
 from plsc.models import timm_weights
-from plsc.models.backbone import Architecture, Backbone, infer
-from plsc.models.preprocessing import Preprocessing, image_size
+from plsc.models.backbone import Architecture, Backbone, infer, is_ours
+from plsc.models.preprocessing import ImageSize, Preprocessing, check_side, height_and_width, image_size
 from plsc.models.torch_files import archive_names, check_tensors, load_torch_file
+from plsc.models.trial import Inputs, require_trial
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
-from plsc.signing import MODEL, open_signed
+from plsc.signing import MODEL, is_asked_for, open_signed
 
 FORMAT = "plsc-backbone-1"
 LAYOUT, TIMM_LAYOUT = "layout", "timm"  # in the metadata of a file that timm reads too, and …
@@ -28,6 +30,8 @@ _PLAIN_NAME = re.compile(rf"({ROTATION_PREFIX})?({TIMM_PREFIX})?[\w.-]+")  # tim
 
 _LARGEST_HEADER = 4 << 20  # of .safetensors: some 100 bytes for each tensor
 _LARGEST_OPTION = 1 << 16  # of a model: layers or channels
+_FLOAT = 4  # bytes of a number of a model that is built, whatever type its file has
+_MOST_RENAMED = 2  # parameters that timm's conversion makes of one in a file, at most: it splits some, and joins more
 
 # Prefixes that data parallel wrappers and torch.compile put before a state_dict's keys …
 _PREFIXES = ("module.", "_orig_mod.")
@@ -83,7 +87,11 @@ def load_model(path: str | Path, *, architecture: str | None = None, own: bool =
     found = _from_metadata(metadata, path) or _from_state(state, architecture, path)
     if architecture is not None and found.name != architecture:
         raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
-    model = _build(found, state, path)
+    build = partial(_build, found, len(state), path, state)
+    if not own and not is_asked_for():
+        check_side(found.image_size, path)
+        _require_trial(path, found, state, build)
+    model = build()
     _assign(model, state, path)
     if contract := _contract(metadata, path):
         adopt_preprocessing(model, contract)
@@ -119,14 +127,31 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
         adopt_preprocessing(backbone, contract)
 
 
-def weights_options(name: str, source: str | Path) -> dict[str, Any]:
-    """Return the options of the backbone ``name`` that the weights in ``source`` (perhaps none) were made for.
+def create_for(source: str | Path, name: str, *, embedding_dim: int, image_size: ImageSize) -> Backbone:
+    """Create a backbone with fresh weights, and with the options that the weights in ``source`` were made for.
 
     A snapshot of timm's model holds the arguments that it was built with; other weights fit the default options.
+
+    Args:
+        source: as :func:`load_weights` takes it; "": there are no weights.
+        name, embedding_dim, image_size: as :func:`plsc.models.create` takes them.
+
+    Raises:
+        UsageError: as of :func:`plsc.models.create`; there is no such file.
+        DataError: its arguments are of another model than the weights, or of one that takes more than those tell.
     """
-    return (
-        timm_weights.model_options(timm_weights.weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
-    )
+    options: dict[str, Any] = {}
+    if source and name.startswith(TIMM_PREFIX):
+        path = timm_weights.weights_file(source)
+        options = timm_weights.model_options(path)
+    architecture = Architecture(name, embedding_dim, image_size, options)
+    if not options:
+        return architecture.build()
+    config, (state, _) = path.with_name(timm_weights.CONFIG), read_state(path)
+    build = partial(_build, architecture, _MOST_RENAMED * len(state), config)
+    if not is_asked_for():
+        _require_trial(config, architecture, state, build)
+    return build()
 
 
 def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None:
@@ -135,7 +160,10 @@ def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None
     Raises as :func:`load_weights` does.
     """
     path = timm_weights.weights_file(source)
-    return _brought(name, *read_state(path), path)
+    contract = _brought(name, *read_state(path), path)
+    if contract is not None and not is_asked_for():
+        check_side(contract.image_size, path)
+    return contract
 
 
 def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
@@ -268,15 +296,34 @@ def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) 
     return Architecture(architecture, state["fc.weight"].shape[0], 112, {})
 
 
-def _build(architecture: Architecture, state: Mapping[str, Tensor], path: Path) -> Backbone:
-    """Build the backbone for ``state``: first without memory, so that a file takes no more than its weights do."""
+def _require_trial(
+    path: Path, architecture: Architecture, state: Mapping[str, Tensor], build: Callable[[], Backbone]
+) -> None:
+    """Let a process of its own build what a file describes, and embed a picture; plsc's own backbones need none."""
+    name = architecture.name.removeprefix(ROTATION_PREFIX)
+    if is_ours(name):
+        return
+    if name.startswith(TIMM_PREFIX):
+        import timm  # noqa: F401  (here, and not in each trial)
+    inputs = Inputs("", "float32", ((1, 3, *height_and_width(architecture.image_size)),))
+    require_trial(path, "backbone", build, inputs, sum(tensor.numel() * _FLOAT for tensor in state.values()))
+
+
+def _build(
+    architecture: Architecture, parameters: int, path: Path, state: Mapping[str, Tensor] | None = None
+) -> Backbone:
+    """Build the backbone that ``path`` describes: first without memory, with so many parameters at most, for ``state``.
+
+    So a file takes no more than its weights do. plsc's own, which have no tables, stay without memory.
+    """
     try:
-        with torch.device("meta"), _at_most_parameters(len(state)):
+        with torch.device("meta"), _at_most_parameters(parameters):
             model = architecture.build()
-        _check_fit(model, state, path)
-        if architecture.name.removeprefix(ROTATION_PREFIX).startswith(TIMM_PREFIX):
-            return architecture.build()  # its buffers have values that no state_dict holds
-        return model
+        if state is not None:
+            _check_fit(model, state, path)
+        if is_ours(architecture.name.removeprefix(ROTATION_PREFIX)):
+            return model
+        return architecture.build()  # its buffers may have values that no state_dict holds
     except DataError:
         raise
     except Exception as error:  # timm's models are built of options that a file may give any value

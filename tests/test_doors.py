@@ -44,7 +44,7 @@ OPENERS = {
     "plsc.embedding.onnx_engine": "a model of our own",
     "plsc.embedding.program": "a model that is a regular file",
     "plsc.embedding.set_writer": "our own folder",
-    "plsc.embedding.trial": "the system's, and bytes of a model",
+    "plsc.models.trial": "the system's, and bytes of a model",
     "plsc.files": "our own files, and those of a manifest, which are regular ones",
     "plsc.gallery": "the store's own files, and snapshots of which each file is in a manifest",
     "plsc.head": "our own table and journal",

@@ -1,5 +1,6 @@
 """One interface to every model that turns images into embeddings, whatever file it comes in."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,8 @@ RUN_PROGRESS = "progress.json"  # {"step": of the last weights, "steps": of the 
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"
-CPU_BATCH = 16  # as fast per image as larger batches, in a quarter of their memory
+CPU_BATCH = 16  # as fast per image as larger batches, in a quarter of their memory; fewer, of …
+_CPU_PIXELS = CPU_BATCH * 224 * 224  # … so many pixels, where images are larger
 FLIP_SUFFIX = "+flip"
 
 
@@ -128,7 +130,8 @@ class TorchEngine:
         """(B, 3, H, W) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
         if self.device.type != "cpu":
             return self._run_batch(images_u8).cpu()
-        return torch.cat([self._run_batch(part) for part in images_u8.split(CPU_BATCH)])
+        count = max(1, min(CPU_BATCH, _CPU_PIXELS // math.prod(images_u8.shape[-2:])))
+        return torch.cat([self._run_batch(part) for part in images_u8.split(count)])
 
     def _run_batch(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""

@@ -30,9 +30,9 @@ from plsc.embedding import onnx_model
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
 from plsc.embedding.onnx_session import CPU, open_session, run_session
-from plsc.embedding.trial import Inputs, require_trial
 from plsc.errors import DataError
 from plsc.models.preprocessing import resize_image
+from plsc.models.trial import Inputs, require_trial
 from plsc.signing import MODEL, is_asked_for, read_signed
 
 STRIDES = (8, 16, 32)
@@ -155,7 +155,7 @@ class OnnxDetector(Detector):
         path: of the ONNX file.
         threshold: the least score of a face; None: the family's.
         tried: the fingerprint of the file that has passed its trial already; None: it is tried
-            (:mod:`plsc.embedding.trial`).
+            (:mod:`plsc.models.trial`).
     """
 
     def __init__(self, path: Path, threshold: float | None, tried: str | None) -> None:

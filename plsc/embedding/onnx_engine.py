@@ -15,17 +15,18 @@ from torch import Tensor
 from plsc.embedding.contracts import models_in
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph
 from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
-from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import (
     CONTRACT_DIGITS,
     DEFAULT_SIZE,
     ImageSize,
     Preprocessing,
+    check_side,
     height_and_width,
     stated_contract,
 )
 from plsc.models.preprocessing import image_size as checked_image_size
+from plsc.models.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.signing import MODEL, is_asked_for, read_signed
 
 FORMAT = "plsc-onnx-1"
@@ -47,7 +48,7 @@ class OnnxEngine:
 
     The batch may be fixed or free, height and width too (where one is free, it is the other; where both are, they are
     those of the metadata, or 112), the input float32, float16, float64 or uint8. A free batch is run in those sizes in
-    which the model was tried (:mod:`plsc.embedding.trial`).
+    which the model was tried (:mod:`plsc.models.trial`).
     Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
     model begins by normalising: then they stay as they are.
 
@@ -83,6 +84,7 @@ class OnnxEngine:
         self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
         self.batches: tuple[int, ...] = ()  # any
         if not trusted:
+            check_side(size, path)
             self.batches = CPU_BATCHES if providers == [CPU] else GPU_BATCHES
             require_trial(path, "onnx", content, Inputs(image_input.name, np.dtype(self._dtype).name, self._shapes()))
         self._session = open_session(path, content, providers)

@@ -1,7 +1,7 @@
 """ONNX files that somebody else wrote: read, and refused where no trial could tell what they take.
 
 A file can be wrong in many ways; each becomes a :class:`DataError` of one line. A trial of a graph
-(:mod:`plsc.embedding.trial`) tells what its runs will take only if no size in it depends on the values of the pictures,
+(:mod:`plsc.models.trial`) tells what its runs will take only if no size in it depends on the values of the pictures,
 but on their shape alone: 540 bytes can make a constant as large as the largest pixel says, and try two black pictures
 for nothing. :func:`size_fault` proves that: values are followed from the input through every operator. What they reach
 may be computed with, but may decide no size, and no branch. Shapes are no values: the output of ``Shape`` depends on

@@ -17,8 +17,8 @@ from torch import Tensor
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8
 from plsc.embedding.onnx_engine import METADATA_PREFIX, OnnxEngine
 from plsc.embedding.onnx_model import graph_inputs, load_graph
-from plsc.embedding.trial import pieces
 from plsc.errors import DataError, UsageError, first_line
+from plsc.models.trial import pieces
 from plsc.signing import MODEL, is_asked_for, read_signed
 
 # Operator sets: from 7 on, Sub and Div broadcast; from 13 on, DequantizeLinear takes a scale for each channel.

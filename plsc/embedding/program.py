@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.errors import DataError, first_line
-from plsc.models.preprocessing import Preprocessing, stated_contract
+from plsc.models.preprocessing import Preprocessing, check_side, stated_contract
 from plsc.models.torch_files import archive_names
+from plsc.models.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
 from plsc.signing import MODEL, is_asked_for, read_signed
 
 CONTRACT_FILE = "plsc.json"
@@ -92,6 +92,7 @@ def open_program(path: Path, device: torch.device, *, own: bool = False) -> tupl
     batches = GPU_BATCHES if device.type == "cuda" else CPU_BATCHES
     trusted = own or is_asked_for()
     if not trusted:
+        check_side(preprocessing.image_size, path)
         shapes = tuple((batch, *preprocessing.shape) for batch in batches)
         require_trial(path, "program", content.getvalue(), Inputs("", "float32", shapes))
     try:

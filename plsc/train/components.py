@@ -18,10 +18,10 @@ from plsc.data.identity import counts, samples
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
 from plsc.head.undo_journal import UndoJournal
-from plsc.models import Backbone, create, load_weights
+from plsc.models import Backbone, load_weights
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.recompute_budget import recompute_activations
-from plsc.models.weights import adopt_preprocessing, unwrapped, weights_options, weights_preprocessing
+from plsc.models.weights import adopt_preprocessing, create_for, unwrapped, weights_preprocessing
 from plsc.models.wrappers import RotationTTA
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
@@ -305,11 +305,11 @@ def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> Tr
 
 def make_backbone(config: Config) -> Backbone:
     """The backbone that the configuration describes, on the CPU, with fresh weights; its blocks recompute as told."""
-    backbone = create(
+    backbone = create_for(
+        config.init_weights,
         config.backbone,
         embedding_dim=config.embedding_dim,
         image_size=config.data.preprocessing.image_size,
-        **weights_options(config.backbone, config.init_weights),
     )
     adopt_preprocessing(backbone, config.data.preprocessing)
     recompute_activations(

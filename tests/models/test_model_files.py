@@ -212,6 +212,17 @@ def test_a_model_file_has_no_say_in_what_timm_fetches(tmp_path: Path) -> None:
     assert same(model, plsc.models.load_model(path))
 
 
+def test_the_image_size_of_a_file_from_elsewhere_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.safetensors"
+    model = small("timm:test_byobnet", size=1040)  # which takes any size
+    plsc.models.save_model(model, path)
+    with pytest.raises(DataError, match=r"m\.safetensors takes images of 1040 pixels .* set PLSC_LARGEST_IMAGE"):
+        plsc.models.load_model(path)
+    assert same(model, plsc.models.load_model(path, own=True))
+    monkeypatch.setenv("PLSC_LARGEST_IMAGE", "1040")
+    assert plsc.models.load_model(path).image_size == 1040
+
+
 def test_missing_files_and_wrong_architectures_are_usage_and_data_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         plsc.models.load_model(tmp_path / "no.pt")

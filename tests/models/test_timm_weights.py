@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from plsc.errors import DataError, UsageError
 from plsc.models import create, load_model, load_weights, save_model
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.timm_weights import timm_preprocessing, weights_file
+from plsc.models.weights import create_for, weights_preprocessing
 
 
 def timms_own(name: str, seed: int = 7, **options: Any) -> Any:
@@ -170,7 +173,10 @@ def test_a_folder_of_another_architecture_says_which_backbone_to_give(snapshot: 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ("{", "config.json is no JSON"),
+        ("{", "config.json is not readable as JSON"),
+        ("[" * 100_000, "config.json is not readable as JSON: it is nested too deeply"),
+        (" " * (9 << 20), "config.json: it has 9,437,184 bytes"),
+        ('{"architecture": "\\u001b[2J"}', "names a model .* which is none"),
         ('{"architecture": "test_resnet", "pretrained_cfg": []}', "pretrained_cfg and model_args are tables"),
         ('{"architecture": "test_resnet", "pretrained_cfg": {"input_size": [1, 28, 28]}}', "images of 1 channels"),
         ('{"architecture": "test_resnet", "pretrained_cfg": {"mean": ["x", 0, 0]}}', "cannot be used"),
@@ -182,6 +188,53 @@ def test_a_config_that_cannot_be_used_is_refused_by_name(config: str, problem: s
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(DataError, match=problem):
         timm_preprocessing("timm:test_resnet", tmp_path / "model.safetensors")
+
+
+def configured(snapshot: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the folder whose config.json has other tables."""
+    shutil.copytree(snapshot, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, **{name: {**config[name], **table} for name, table in changes.items()}})
+    )
+    return folder
+
+
+def test_a_model_is_created_with_the_arguments_of_its_weights(snapshot: Path, tmp_path: Path) -> None:
+    folder = configured(snapshot, tmp_path / "hub", model_args={"depth": 3})
+    model = create_for(folder, "timm:test_vit", embedding_dim=8, image_size=(64, 32))
+    assert model.options == {"global_pool": "avg", "depth": 3}
+    assert len(model.trunk.blocks) == 3  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"depth": 10_000}, "has more than the 160 parameters"),
+        ({"embed_dim": 30_000}, "takes more memory"),
+        ({"mlp_ratio": 1e6}, "takes more memory"),
+        ({"num_heads": 0}, "cannot be built: "),
+    ],
+)
+def test_arguments_of_another_model_than_the_weights_are_refused_before_it_is_built(
+    arguments: dict[str, Any], problem: str, snapshot: Path, tmp_path: Path
+) -> None:
+    folder = configured(snapshot, tmp_path / "hub", model_args=arguments)
+    built: list[nn.Module] = []
+    hook = register_module_module_registration_hook(lambda module, name, child: built.append(module))
+    try:
+        with pytest.raises(DataError, match=problem) as caught:
+            create_for(folder, "timm:test_vit", embedding_dim=8, image_size=(64, 32))
+    finally:
+        hook.remove()
+    assert str(folder / "config.json") in str(caught.value)
+    assert len(built) < 1000
+
+
+def test_a_config_has_no_say_in_large_images(snapshot: Path, tmp_path: Path) -> None:
+    folder = configured(snapshot, tmp_path / "hub", pretrained_cfg={"input_size": [3, 100_000, 32]})
+    with pytest.raises(DataError, match="takes images of 100000 pixels a side"):
+        weights_preprocessing("timm:test_vit", folder)
 
 
 @pytest.mark.parametrize("hub_id", ["timm/resnet18.a1_in1k", "hf-hub:org/name", "hf-hub:org/name@main", "hf-hub:"])

@@ -452,7 +452,7 @@ USING = (
     ),
     Defect(
         "a program's sizes may depend on the pictures",
-        "plsc/embedding/trial.py",
+        "plsc/models/trial.py",
         "if _has_data_sizes(func, args):",
         "if False:",
         ("tests/untrusted/test_refusals.py",),

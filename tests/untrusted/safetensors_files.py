@@ -4,9 +4,12 @@ import json
 import struct
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
+from plsc.models import create
+from plsc.models.weights import model_metadata
 from untrusted.samples import EMBED, Content, Samples, crafted
 
 
@@ -29,6 +32,18 @@ def _described(**changes: str) -> Content:
         with safe_open(samples.model, framework="pt") as file:
             metadata = dict(file.metadata())
         return save(load_file(samples.model), {**metadata, **changes})
+
+    return make
+
+
+def _zeros_of(name: str, image_size: int, **options: Any) -> Content:
+    """A file of zeros that fit a model of timm, for images of ``image_size``."""
+
+    def make(_: Samples) -> bytes:
+        with torch.device("meta"):
+            model = create(name, embedding_dim=8, image_size=image_size, **options)
+        state = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in model.state_dict().items()}
+        return save(state, model_metadata(model))
 
     return make
 
@@ -66,6 +81,13 @@ CONTENTS: dict[str, Content] = {
         name="timm:vit_tiny_patch16_224", options='{"embed_dim": 30000, "depth": 12}'
     ),
     "a model of timm that is deep": _described(name="timm:vit_tiny_patch16_224", options='{"depth": 1000000}'),
+    "tables of a model of timm that no weights show": _zeros_of(  # 8 bytes for each pair of the window's 25,600 pixels
+        "timm:swin_tiny_patch4_window7_224", 160, embed_dim=4, depths=[1], num_heads=[1], window_size=160, patch_size=1
+    ),
+    "a model of timm for pictures of 3,008 pixels": _zeros_of("timm:test_byobnet", 3008),
+    "a model of timm of large maps": _zeros_of(  # 1,024 channels at each of 224 x 224 places
+        "timm:test_convnext", 224, dims=[256, 8, 8, 8], depths=[1, 1, 1, 1], patch_size=1
+    ),
     "a model of timm with options of code": _described(
         name="timm:vit_tiny_patch16_224", options='{"norm_layer": "os.system"}'
     ),

@@ -11,6 +11,9 @@ every operation for. And a model is run with batches of the sizes that were trie
 
 The process of an ONNX model is this file, run as a script: it needs numpy and onnxruntime alone. That of a program is a
 fork of the caller's, which has imported torch already: a new one would take four seconds for that.
+
+A backbone whose options come from a file (timm's) is tried likewise, in a fork that builds it. Its parameters are in
+the file, but neither the tables that it computes of its options nor its activations are.
 """
 
 import io
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,10 +38,12 @@ CPU_BATCHES, GPU_BATCHES = (4, 1), (64, 8, 1)
 MEMORY = 160 << 20  # bytes that any model may take, beyond the libraries …
 MEMORY_PER_BYTE = 4  # … and for each byte of its file: as parsed, as initialised, and packed for products …
 MEMORY_PER_NUMBER = 256  # … and for each number of the largest input: activations of 64 times as many
-CPU_SECONDS = {"onnx": 1.0, "program": 4.0}  # of any model: torch takes a second to load 10 MB …
+CPU_SECONDS = {"onnx": 1.0, "program": 4.0, "backbone": 4.0}  # of any model: torch takes a second to load 10 MB …
 BYTES_PER_CPU_SECOND = 2 << 20  # … and a second for so many bytes of its file
 _POLL_SECONDS = 0.01
 LARGEST_INPUT = 1 << 26  # numbers: 445 pictures of 224x224
+
+Model = bytes | Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,15 @@ def pieces(count: int, batches: Sequence[int]) -> list[int]:
     return found
 
 
-def require_trial(path: Path, kind: str, content: bytes, inputs: Inputs) -> None:
+def require_trial(path: Path, kind: str, model: Model, inputs: Inputs, size: int | None = None) -> None:
     """Load a model and run it in a process of its own: on each shape on noise, and on the smallest on zeros.
 
     Args:
         path: for the message.
-        kind: "onnx", or "program", of which :mod:`plsc.embedding.program` made sure that it runs no code.
-        content: of the file, which holds all weights.
+        kind: "onnx"; "program", of which :mod:`plsc.embedding.program` made sure that it runs no code; or "backbone".
+        model: the content of the file, which holds all weights; or what builds the backbone, a torch module.
         inputs: what it is run on.
+        size: bytes of its weights; None: the file's.
 
     Raises:
         DataError: it takes too much memory or time, or has sizes that no trial could tell. Where it keeps to its
@@ -80,20 +86,21 @@ def require_trial(path: Path, kind: str, content: bytes, inputs: Inputs) -> None
     """
     from plsc.errors import DataError  # here: the trial itself, this file as a script, has numpy and onnxruntime alone
 
-    fault = _trial_fault(kind, content, inputs)
+    fault = _trial_fault(kind, model, inputs, len(model) if isinstance(model, bytes) else size or 0)
     if fault is not None:
         raise DataError(f"{path} is refused: it {fault}; use another copy")
 
 
-def _trial_fault(kind: str, content: bytes, inputs: Inputs) -> str | None:
+def _trial_fault(kind: str, model: Model, inputs: Inputs, size: int) -> str | None:
     largest = max(map(math.prod, inputs.shapes))
     if largest > LARGEST_INPUT:
         return f"takes inputs of {largest:,} numbers"
-    memory = MEMORY + MEMORY_PER_BYTE * len(content) + MEMORY_PER_NUMBER * largest
-    seconds = CPU_SECONDS[kind] + len(content) / BYTES_PER_CPU_SECOND
+    memory = MEMORY + MEMORY_PER_BYTE * size + MEMORY_PER_NUMBER * largest
+    seconds = CPU_SECONDS[kind] + size / BYTES_PER_CPU_SECOND
     task = {"kind": kind, "memory": memory, "seconds": seconds, "inputs": asdict(inputs)}
     try:
-        code, output = (_forked if kind == "program" else _spawned)(task, content, 60 + 20 * seconds)
+        is_script = kind == "onnx" and isinstance(model, bytes)
+        code, output = (_spawned if is_script else _forked)(task, model, 60 + 20 * seconds)
     except subprocess.TimeoutExpired:
         code, output = -signal.SIGPROF, b""
     if code == -signal.SIGPROF:
@@ -118,17 +125,18 @@ def _spawned(task: dict[str, Any], content: bytes, timeout: float) -> tuple[int,
     return done.returncode, done.stdout
 
 
-def _forked(task: dict[str, Any], content: bytes, timeout: float) -> tuple[int, bytes]:
+def _forked(task: dict[str, Any], model: Model, timeout: float) -> tuple[int, bytes]:
     """Do the same in a fork of this process."""
-    import torch._dynamo
-    import torch.export.pt2_archive  # noqa: F401  (both are imported once, before the fork, by whoever loads a program)
+    if task["kind"] == "program":  # imported once, before the fork, by whoever loads a program
+        import torch._dynamo
+        import torch.export.pt2_archive  # noqa: F401
 
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork needs none of them
         child = os.fork()
     if child == 0:
-        _be_trial(task, content, writing)
+        _be_trial(task, model, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as answers:
         deadline = time.monotonic() + timeout
@@ -142,8 +150,8 @@ def _forked(task: dict[str, Any], content: bytes, timeout: float) -> tuple[int, 
         return code, answers.read()
 
 
-def _be_trial(task: dict[str, Any], content: bytes, writing: int) -> NoReturn:
-    """Try a program in this process, a fork, and end it."""
+def _be_trial(task: dict[str, Any], model: Model, writing: int) -> NoReturn:
+    """Try a program or a backbone in this process, a fork, and end it."""
     import torch
 
     code = 1
@@ -152,7 +160,7 @@ def _be_trial(task: dict[str, Any], content: bytes, writing: int) -> NoReturn:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         torch.set_num_threads(1)  # those of the pool are not in the fork
-        os.write(writing, json.dumps(_tried(task, content)).encode())
+        os.write(writing, json.dumps(_tried(task, model)).encode())
         code = 0
     finally:
         os._exit(code)
@@ -196,6 +204,18 @@ def _program_runner(content: bytes, inputs: Inputs) -> Any:
     return run
 
 
+def _backbone_runner(build: Callable[[], Any], inputs: Inputs) -> Any:
+    import torch
+
+    module = build().eval()
+
+    def run(values: Any) -> None:
+        with torch.inference_mode():
+            module(torch.from_numpy(values))
+
+    return run
+
+
 def _has_data_sizes(function: Any, arguments: Any) -> bool:
     """True of an operation whose result has a size, or is a number for Python, that its arguments' values decide."""
     import torch
@@ -205,9 +225,16 @@ def _has_data_sizes(function: Any, arguments: Any) -> bool:
     return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(function.tags)
 
 
-def _attempt(kind: str, content: bytes, inputs: Inputs) -> str | None:
+_RUNNERS: dict[str, Callable[[Any, Inputs], Any]] = {
+    "onnx": _onnx_runner,
+    "program": _program_runner,
+    "backbone": _backbone_runner,
+}
+
+
+def _attempt(kind: str, model: Model, inputs: Inputs) -> str | None:
     try:
-        run = {"onnx": _onnx_runner, "program": _program_runner}[kind](content, inputs)
+        run = _RUNNERS[kind](model, inputs)
         for values in _batches(inputs):
             try:
                 run(values)
@@ -233,8 +260,11 @@ def _fault(error: Exception) -> str | None:
     """What an error says against the model; None if it does not run, as the process that loads it will find out."""
     if isinstance(error, _DataSizesError):
         return f"has sizes that depend on the pictures ({error})"
-    if isinstance(error, MemoryError) or re.search("bad_alloc|allocate memory|bad allocation", str(error)):
-        return "takes more memory than a model of its size"
+    cause: BaseException | None = error
+    while cause is not None:  # whoever built it may have put the error into words of its own
+        if isinstance(cause, MemoryError) or re.search("bad_alloc|allocate memory|bad allocation", str(cause)):
+            return "takes more memory than a model of its size"
+        cause = cause.__context__
     return None
 
 
@@ -247,7 +277,7 @@ def _main() -> None:
         answers.write(json.dumps(_tried(task, content)))
 
 
-def _tried(task: dict[str, Any], content: bytes) -> str | None:
+def _tried(task: dict[str, Any], model: Model) -> str | None:
     if task["kind"] == "onnx":
         import onnxruntime  # noqa: F401  (what it takes by itself is not the model's)
 
@@ -256,7 +286,7 @@ def _tried(task: dict[str, Any], content: bytes) -> str | None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + task["memory"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # its signal ends the process
-    return _attempt(task["kind"], content, Inputs(**task["inputs"]))
+    return _attempt(task["kind"], model, Inputs(**task["inputs"]))
 
 
 if __name__ == "__main__":
