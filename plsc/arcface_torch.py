@@ -5,15 +5,21 @@ test compares the two. A config of arcface_torch (a Python module) is read witho
 """
 
 import ast
+import math
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError
+from plsc.text_files import read_text
 from plsc.toml_keys import toml_value
 
 PAGE = "docs/arcface_torch.md"
+_LARGEST = 1 << 16  # bytes of a config; theirs have 1,000
+_LONGEST_VALUE = 1 << 12  # characters of a value, as Python writes it
+_LARGEST_INTEGER = 1 << 63
 
 
 class Counterpart(NamedTuple):
@@ -173,13 +179,16 @@ def to_toml(path: Path) -> str:
         UsageError: it cannot be read, or is no such config.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        values, unread = _assignments(_parse(read_text(path, _LARGEST)))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
+    except DataError as error:
+        raise UsageError(f"{error}; name a TOML configuration") from None
+    except (RecursionError, MemoryError):  # the parser's own words for what lies too deep in each other
+        raise UsageError(f"{path} is nested too deeply for a config of arcface_torch; write the TOML by hand") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{path} is no Python file: {error}; name a TOML configuration") from None
-    values, unread = _assignments(tree)
-    if not values:
+    if not (values or unread):
         raise UsageError(
             f"{path} assigns no config.KEY, so it is no config of arcface_torch; name a TOML configuration"
         )
@@ -191,8 +200,14 @@ def to_toml(path: Path) -> str:
         ) from None
 
 
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():  # about escapes in strings, with the config's own text
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
 def _assignments(tree: ast.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of ``config.KEY``, and the text of those that are neither literals nor arithmetic on others."""
+    """The values of ``config.KEY``, and the text of those that are neither plain literals nor arithmetic on others."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for node in tree.body:
@@ -200,8 +215,10 @@ def _assignments(tree: ast.Module) -> tuple[dict[str, Any], dict[str, str]]:
         if isinstance(node, ast.Assign) and isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             try:
                 values[target.attr] = _value(node.value, values)
+                unread.pop(target.attr, None)
             except (ValueError, TypeError, KeyError, ArithmeticError):
-                unread[target.attr] = ast.unparse(node.value)
+                values.pop(target.attr, None)
+                unread[target.attr] = _text(node.value)
     return values, unread
 
 
@@ -214,15 +231,45 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
+def _text(node: ast.expr) -> str:
+    """The expression as a comment can hold it: one line of bounded length."""
+    try:
+        text = ast.unparse(node).replace("\n", " ")
+    except ValueError:  # an integer of more digits than Python writes
+        return "an integer of too many digits"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+
+
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """Evaluate an expression, each operation of which has bounded operands and a bounded result.
+
+    Raises:
+        ValueError: it is too large, or no literal.
+        TypeError, KeyError, ArithmeticError: it is no arithmetic on numbers and keys assigned before.
+    """
     if isinstance(node, ast.Attribute):
         return values[node.attr]
     if isinstance(node, ast.BinOp):
         operands = _value(node.left, values), _value(node.right, values)
         if not all(isinstance(operand, int | float) for operand in operands):
             raise TypeError("arithmetic on numbers alone")
-        return _OPERATIONS[type(node.op)](*operands)
-    return ast.literal_eval(node)
+        return _bounded(_OPERATIONS[type(node.op)](*operands))
+    return _bounded(ast.literal_eval(node))
+
+
+def _bounded(value: Any) -> Any:
+    """Return a value that TOML has as well, of integers of 64 bits and finite numbers; ValueError for any other."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    for part in parts:
+        if isinstance(part, int) and not -_LARGEST_INTEGER <= part < _LARGEST_INTEGER:
+            raise ValueError("an integer has more than 64 bits")
+        if isinstance(part, float) and not math.isfinite(part):
+            raise ValueError("a number is not finite")
+        if not isinstance(part, str | int | float | None):
+            raise ValueError(f"it holds a {type(part).__name__}")
+    if len(repr(value)) > _LONGEST_VALUE:
+        raise ValueError(f"it has more than {_LONGEST_VALUE:,} characters")
+    return value
 
 
 def _as_toml(name: str, values: dict[str, Any], unread: dict[str, str]) -> str:
@@ -237,7 +284,7 @@ def _as_toml(name: str, values: dict[str, Any], unread: dict[str, str]) -> str:
         if not entries:
             comments.append(f"# {key} = {value!r}: {_left_out(key)}")
     sections["optim"].append("clip_norm = 5.0  # train_v2.py has it in its code")
-    comments += [f"# {key} = {text}: not a literal, set it by hand" for key, text in unread.items()]
+    comments += [f"# {key} = {text}: not read, set it by hand" for key, text in unread.items()]
     lines = [f"# {name}.py of arcface_torch, translated by plsc train --as-toml; what is left out follows at the end"]
     for section, entries_of in sections.items():
         lines += ["", f"[{section}]"] if section and entries_of else []

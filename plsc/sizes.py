@@ -24,6 +24,7 @@ UNITS: Mapping[str, float] = {
     "tib": 2**40,
 }
 _THOUSANDS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_SHOWN = 80  # characters of what is no amount
 _AMOUNT = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\+?\d+)?)\s*([a-z]*)\s*")
 
 
@@ -46,12 +47,13 @@ def parse_memory(
         Bytes.
 
     Raises:
-        UsageError: anything else, or zero.
+        UsageError: anything else, less than a byte, or more bytes than 63 bits count.
     """
     match = _AMOUNT.fullmatch(text.lower())
-    if not match or match[2] not in units or float(match[1]) <= 0:
-        raise UsageError(f"{option} {text!r} is no amount of memory; write {examples}")
-    return int(float(match[1]) * units[match[2]])
+    size = float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
+    if not 1 <= size < 1 << 63:
+        raise UsageError(f"{option} {text[:_SHOWN]!r} is no amount of memory; write {examples}")
+    return int(size)
 
 
 def parse_count(text: str) -> int:
@@ -61,9 +63,12 @@ def parse_count(text: str) -> int:
         UsageError: anything else, or what is no whole number.
     """
     match = _AMOUNT.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", text.lower()))
-    count = Decimal(match[1]) * _THOUSANDS[match[2]] if match and match[2] in _THOUSANDS else Decimal("nan")
+    try:
+        count = Decimal(match[1]) * _THOUSANDS[match[2]] if match and match[2] in _THOUSANDS else Decimal("nan")
+    except ArithmeticError:  # an exponent beyond those of decimal
+        count = Decimal("inf")
     if not count.is_finite() or count != count.to_integral_value() or count.adjusted() > 18:
-        raise UsageError(f"{text!r} is no count; write 2000000, 2M, 500k or 2e6")
+        raise UsageError(f"{text[:_SHOWN]!r} is no count; write 2000000, 2M, 500k or 2e6")
     return int(count)
 
 

@@ -1,5 +1,6 @@
 """Names of arcface_torch: answers to its keys and backbones, its configs as TOML, and the page that lists them."""
 
+import os
 import re
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_config_of_theirs_is_printed_as_toml_and_never_run(
     captured = capsys.readouterr()
     assert not (tmp_path / "written").exists()
     assert "# dali = False: images are decoded by data.workers processes per rank" in captured.out
-    assert "# suffix_run_name = os.environ['NAME']: not a literal, set it by hand" in captured.out
+    assert "# suffix_run_name = os.environ['NAME']: not read, set it by hand" in captured.out
     translated = tmp_path / "ms1mv3_r50.toml"
     translated.write_text(captured.out)
     expected = {"backbone": "iresnet50", "precision": "fp16", "epochs": "20", "data.train": "/data/ms1m"}
@@ -187,3 +188,61 @@ def test_a_value_of_an_unexpected_kind_is_one_error(line: str, tmp_path: Path) -
     path.write_text(f"{line}\n")
     with pytest.raises(UsageError, match=r"odd\.py has a value of an unexpected kind"):
         arcface_torch.to_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "comments"),
+    [
+        (["lr = 3"] + ["lr = config.lr * config.lr"] * 60, ["lr = config.lr * config.lr"]),
+        (["lr = 9e307", "lr = config.lr * 100"], ["lr = config.lr * 100"]),
+        (["lr = 1e999"], ["lr = 1e309"]),
+        (["seed = 9223372036854775807", "seed = config.seed + 1"], ["seed = config.seed + 1"]),
+        (["seed = 0x" + "f" * 9000], ["seed = an integer of too many digits"]),
+        (["lr = 1j", "rec = {'a': 1}"], ["lr = 1j", "rec = {'a': 1}"]),
+        (["rec = 'x' * 1000000000"], ["rec = 'x' * 1000000000"]),
+        (["val_targets = [0] * 1000000000"], ["val_targets = [0] * 1000000000"]),
+        (["lr = 2 ** 2 ** 2 ** 9", "seed = 1 << 99999"], ["lr = 2 ** 2 ** 2 ** 9", "seed = 1 << 99999"]),
+        ([f"rec = {'x' * 5000!r}"], [f"rec = '{'x' * 4095} ..."]),
+    ],
+)
+def test_a_value_beyond_a_number_of_64_bits_or_a_short_text_is_left_to_its_reader(
+    lines: list[str], comments: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "large.py"
+    path.write_text("config.network = 'r50'\n" + "".join(f"config.{line}\n" for line in lines))
+    text = arcface_torch.to_toml(path)
+    assert [line for line in text.splitlines() if "not read" in line] == [
+        f"# {comment}: not read, set it by hand" for comment in comments
+    ]
+    (tmp_path / "large.toml").write_text(text)
+    assert config.load(tmp_path / "large.toml") == config.load(
+        None, {"backbone": "iresnet50", "precision": "fp32", "optim.clip_norm": "5"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("config.lr = " + "-" * 60_000 + "1", "is nested too deeply"),
+        ("config.lr = " + "-" * 3_000 + "1", "is nested too deeply"),
+        ("config.lr = " + "1+" * 30_000 + "1", "is nested too deeply"),
+        ("config.lr = 1" + " if 1 else 1" * 4_000, "is nested too deeply"),
+        ("config.rec = " + "[" * 5_000, "is no Python file"),
+        ("#" * ((1 << 16) + 1), "it has 65,537 bytes, where 65,536 are the most"),
+    ],
+)
+def test_a_config_that_is_too_deep_or_too_large_is_refused_in_a_line(
+    text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.py"
+    path.write_text(text)
+    assert main(["train", str(path), "--as-toml"]) == 2
+    captured = capsys.readouterr()
+    assert error in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_a_pipe_for_a_config_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    assert main(["train", str(tmp_path / "pipe.py"), "--as-toml"]) == 2
+    assert "pipe.py" in capsys.readouterr().err

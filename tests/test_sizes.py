@@ -12,7 +12,11 @@ def test_amounts_of_memory() -> None:
     assert {text: parse_memory(text, "--max-memory") for text in sizes} == sizes
 
 
-@pytest.mark.parametrize("text", ["", "much", "4 bananas", "-1GB", "4GBs", "nan", "inf", "0x10", "0", "1.2.3GB", "GB"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "much", "4 bananas", "-1GB", "4GBs", "nan", "inf", "0x10", "0", "1.2.3GB", "GB"]
+    + ["1e999GB", "9" * 400, "1e308tb", "9.3e18", "0.4", "1e999999999999999999999"],
+)
 def test_what_is_no_amount_is_refused_by_the_name_of_the_option(text: str) -> None:
     with pytest.raises(UsageError, match=r"--max-memory .* is no amount of memory; write 4GB, 500MiB or 4e9 \(bytes\)"):
         parse_memory(text, "--max-memory")
@@ -40,7 +44,9 @@ def test_counts() -> None:
     assert {text: parse_count(text) for text in counts} == counts
 
 
-@pytest.mark.parametrize("text", ["", "M", "1.5", "-2M", "2MB", "2 million", "1,00", "nan", "inf", "1e400", "1e-3"])
+@pytest.mark.parametrize(
+    "text", ["", "M", "1.5", "-2M", "2MB", "2 million", "1,00", "nan", "inf", "1e400", "1e-3", "1e" + "9" * 30]
+)
 def test_what_is_no_count(text: str) -> None:
     with pytest.raises(UsageError, match="is no count"):
         parse_count(text)
