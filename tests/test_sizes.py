@@ -12,13 +12,15 @@ def test_amounts_of_memory() -> None:
     assert {text: parse_memory(text, "--max-memory") for text in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "much", "4 bananas", "-1GB", "4GBs", "nan", "inf", "0x10", "0", "1.2.3GB", "GB"]
-    + ["1e999GB", "9" * 400, "1e308tb", "9.3e18", "0.4", "1e999999999999999999999"],
-)
+@pytest.mark.parametrize("text", ["", "much", "4 bananas", "-1GB", "4GBs", "nan", "inf", "0x10", "0", "1.2.3GB", "GB"])
 def test_what_is_no_amount_is_refused_by_the_name_of_the_option(text: str) -> None:
     with pytest.raises(UsageError, match=r"--max-memory .* is no amount of memory; write 4GB, 500MiB or 4e9 \(bytes\)"):
+        parse_memory(text, "--max-memory")
+
+
+@pytest.mark.parametrize("text", ["1e999GB", "9" * 400, "1e308tb", "9.3e18", "0.4", "1e" + "9" * 30])
+def test_what_is_less_than_a_byte_or_more_than_any_machine_has_is_no_amount(text: str) -> None:
+    with pytest.raises(UsageError, match="is no amount of memory"):
         parse_memory(text, "--max-memory")
 
 
