@@ -75,6 +75,44 @@ def is_of_file(array: Any, descriptor: int) -> bool:
     return mapped is None or os.path.samestat(mapped, os.fstat(descriptor))
 
 
+def check_maps(*columns: Any) -> None:
+    """Check the files of maps before they are read: to read what was cut off ends the process, by SIGBUS.
+
+    In the moment between this and the read, a file can still be cut.
+
+    Raises:
+        IntegrityError: a file is shorter than its map, or was written over since :func:`open_array` mapped it.
+    """
+    for column in columns:
+        mapped = getattr(column, "_mmap", None)
+        if mapped is None:
+            continue
+        opened = _FILES.get(mapped)
+        if mapped.size() < len(mapped):
+            raise written_over(column.filename)
+        if opened is not None:
+            check_unwritten(column.filename, opened)
+
+
+def check_unwritten(path: str | Path, opened: os.stat_result) -> None:
+    """Check that the file of ``path`` has the length and time of when it was ``opened``, unless it is another one.
+
+    Raises:
+        IntegrityError: it has not.
+    """
+    try:
+        now = os.stat(path)  # noqa: PTH116 (a Path would cost as much again, for every search)
+    except OSError:  # its name is gone: nobody can write to it by that
+        return
+    if os.path.samestat(now, opened) and (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+        raise written_over(path)
+
+
+def written_over(path: str | Path) -> IntegrityError:
+    """The error about a file that was changed while it was in use."""
+    return IntegrityError(f"{path} was cut, or written over, while it was in use; open it again")
+
+
 class ChainedStringColumn(StringColumn):
     """Several string sequences one behind the other, as one."""
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, Protocol, get_args
 
 import numpy as np
 
+from plsc.embedding.columns import check_maps
 from plsc.errors import IntegrityError, UsageError, first_line
 from plsc.files import pinned_folder
 from plsc.index import faiss_gpu
@@ -94,6 +95,7 @@ class ApproximateSearch:
         Returns:
             Scores (Q, k') float32, best first, and rows (Q, k') int64, k' = min(k, number of rows allowed).
         """
+        check_maps(self._vectors)
         count = len(self) if allowed is None else int(np.count_nonzero(allowed))
         k = min(k, count)
         if count * SCAN_BELOW <= len(self) or not k:

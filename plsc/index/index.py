@@ -16,6 +16,7 @@ measured again at any time, on the queries that the tuning used.
 from __future__ import annotations  # signatures in help() then read as they are written here
 
 import contextlib
+import os
 import shutil
 import tempfile
 import weakref
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.arguments import as_integer
-from plsc.embedding.columns import Float32, Int64, open_array, open_strings
+from plsc.embedding.columns import Float32, Int64, check_maps, check_unwritten, open_array, open_strings
 from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
 from plsc.errors import IntegrityError, UsageError
 from plsc.files import MANIFEST, holds_manifest, manifest_value, open_described, read_manifest
@@ -122,10 +123,12 @@ class Index:
             )
         self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
+        self._mapped_cells: dict[str, os.stat_result] = {}
         if self.kind != "exact":
             with contextlib.ExitStack() as open_files:
                 names = [name for name in (FAISS_FILE, LISTS_FILE) if name in files]
                 structure = [open_files.enter_context(file(name)) for name in names]
+                self._mapped_cells = {one.name: os.fstat(one.fileno()) for one in structure[1:]}  # faiss maps them
                 self.structure = ann.load(structure, self.kind, self.manifest["parameters"], self.base)
 
     def _check_manifest(self) -> None:
@@ -239,7 +242,11 @@ class Index:
 
         Raises:
             UsageError: k < 1, another dimension, NaN, infinity or a zero vector.
+            IntegrityError: a file of the index was cut, or written over, since it was opened.
         """
+        check_maps(self.vectors, self.ids, self.labels)
+        for path, opened in self._mapped_cells.items():
+            check_unwritten(path, opened)
         k = min(as_integer(k, "k, the number of neighbours,", 1), len(self))
         queries = unit_vectors(vectors, self.dim)
         scores, rows = self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.embedding.columns import Float32 as Float32
-from plsc.embedding.columns import Float64, is_of_file
+from plsc.embedding.columns import Float64, is_of_file, written_over
 from plsc.embedding.columns import Int64 as Int64
 from plsc.embedding.columns import Mask as Mask
-from plsc.errors import DataError, UsageError, first_line
+from plsc.errors import UsageError, first_line
 
 # Squared lengths in this range neither underflow nor overflow in float64 on the way; others are rescaled first.
 _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-250, 1e250
@@ -93,6 +93,7 @@ class RowSource:
         self.vectors = vectors
         self._row_bytes = 4 * int(vectors.shape[1])
         self.descriptor, self.offset = _mapped_file(vectors)
+        self._name = str(getattr(vectors, "filename", ""))
         if self.descriptor is not None:
             weakref.finalize(self, os.close, self.descriptor)
 
@@ -118,7 +119,7 @@ class RowSource:
         while left:  # pread may return less than was asked for
             count = os.preadv(self.descriptor, [left], offset)
             if not count:
-                raise DataError("the file of the vectors cannot be read any more; has it been cut?")
+                raise written_over(self._name)
             left, offset = left[count:], offset + count
         return rows
 

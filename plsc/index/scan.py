@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.embedding.columns import check_maps
 from plsc.errors import UsageError
 from plsc.index import codes, faiss_gpu
 from plsc.index.rows import Float32, Int64, Mask, rank
@@ -83,6 +84,7 @@ class ExactScan:
             raise UsageError(f"int8 takes rows of up to {codes.LARGEST_DIM:,} numbers; give bf16 or fp32")
         self.precision = precision
         self._vectors = vectors
+        self._maps = [array for array in (vectors, row_codes and row_codes.codes) if isinstance(array, np.memmap)]
         self._copy = ScanCopy(vectors, precision, torch.device(device), row_codes)
         kernel = load_scan() if self._copy.device.type == "cpu" else None
         self.backend = "torch" if kernel is None else "native"
@@ -112,8 +114,10 @@ class ExactScan:
 
         Raises:
             UsageError: k < 0, queries that are not finite, or arguments that do not fit the rows.
+            IntegrityError: a file of theirs was cut, or written over.
         """
         self._check(queries, k, allowed)
+        check_maps(*self._maps)
         if allowed is not None:
             allowed = None if allowed.all() else np.ascontiguousarray(allowed)
         count = len(self) if allowed is None else int(np.count_nonzero(allowed))
@@ -420,6 +424,7 @@ class ExactSearch:
 
     def search(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         """Scores (Q, min(k, N)) float32, best first, and rows (Q, min(k, N)) int64, for queries (Q, D) of length 1."""
+        check_maps(self._vectors)
         if faiss_gpu.takes_search(queries, self._vectors, k):
             return knn(queries, self._vectors, k)
         self._queries += len(queries)

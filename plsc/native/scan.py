@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.errors import DataError
+from plsc.errors import IntegrityError
 from plsc.native.build import library
 
 Float32 = npt.NDArray[np.float32]
@@ -126,7 +126,7 @@ class ScanKernel:
 
         Raises:
             MemoryError: the candidates do not fit into memory.
-            DataError: the file cannot be read any more.
+            IntegrityError: the file cannot be read any more.
         """
         dim = rows.vectors.shape[1]
         stride = dim if rows.base is None else rows.base.shape[1]
@@ -147,7 +147,7 @@ class ScanKernel:
             *(_address(scores), _address(found)),
         )
         if ranked == _UNREADABLE:
-            raise DataError("the file of the vectors cannot be read any more; has it been cut?")
+            raise IntegrityError("the file of the vectors cannot be read any more: it was cut; open it again")
         if ranked < 0:
             raise MemoryError("the scan's shortlists do not fit into memory")
         return scores, found, ranked

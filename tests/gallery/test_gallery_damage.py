@@ -1,6 +1,7 @@
 """A flipped bit, a missing file, a full disk: named, mended where SQLite can mend it, and nothing half done."""
 
 import errno
+import os
 import random
 import resource
 import shutil
@@ -87,6 +88,31 @@ def test_a_bit_flipped_while_the_store_is_open_is_named_by_the_check(folder: Pat
     with pytest.raises(IntegrityError, match=r"vectors\.npy"):
         store.check()
     store.compact()
+    verify_found(store)
+    store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("kept", [None, 0, 200])
+def test_a_base_that_is_cut_or_written_over_under_an_open_store_is_made_anew(
+    folder: Path, precision: str, kept: int | None
+) -> None:
+    """To read what was cut off of a mapped file would end the process, by SIGBUS."""
+    store = SqliteStore(folder, precision=precision)
+    store.compact()
+    verify_found(store)
+    name = "codes.npy" if precision == "int8" else "vectors.npy"
+    (path,) = (folder / "collections").rglob(name)
+    content = path.read_bytes()
+    if kept is None:  # another file's content of the same length
+        path.write_bytes(content[:128] + bytes(len(content) - 128))
+        os.utime(path, ns=(0, 0))
+    else:
+        os.truncate(path, kept)
+    with pytest.raises(StorageError, match=f"people are written anew: .*{name} was cut, or written over"):
+        store.search(GALLERY, faces(40), k=1)
+    wait_until(lambda: not any(state.is_damaged for state in store._states.values()))
     verify_found(store)
     store.check()
     store.close()

@@ -105,6 +105,22 @@ def test_a_flipped_bit_in_the_cells_is_named(sets: list[EmbeddingSet], tmp_path:
             Index.open(tmp_path / "idx", verify=verify)
 
 
+@pytest.mark.parametrize("name", [LISTS_FILE, "vectors.npy", "labels.npy"])
+def test_an_open_index_whose_file_is_cut_answers_with_its_name(
+    sets: list[EmbeddingSet], tmp_path: Path, small: int, name: str
+) -> None:
+    """To read what was cut off of a mapped file would end the process, by SIGBUS."""
+    build(sets, tmp_path / "idx", BuildOptions("ivf", memory=small, quiet=True))
+    index = Index.open(tmp_path / "idx")
+    query = np.array(index.vectors[:1])
+    (tmp_path / "idx").rename(tmp_path / "moved")  # by its former name nobody writes to it
+    assert index.search(query, 1).rows.tolist() == [[0]]
+    (tmp_path / "moved").rename(tmp_path / "idx")
+    os.truncate(tmp_path / "idx" / name, 200)
+    with pytest.raises(IntegrityError, match=f"{name} was cut, or written over, while it was in use"):
+        index.search(query, 1)
+
+
 def test_what_auto_gives_up_leaves_no_cells(sets, tmp_path, small, monkeypatch):
     monkeypatch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
     monkeypatch.setattr("plsc.index.tuning._speed_over_exact", lambda *_: 0.5)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.index.scan import ExactScan, ExactSearch, ScanCopy
 from plsc.native import build
 from plsc.native.scan import load_scan
@@ -221,7 +221,7 @@ def test_a_file_that_was_cut_is_an_error_and_no_answer(tmp_path: Path):
     scan = ExactScan(np.load(tmp_path / "v.npy", mmap_mode="r"))
     with (tmp_path / "v.npy").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(DataError, match="has it been cut"):
+    with pytest.raises(IntegrityError, match=r"v\.npy was cut, or written over, while it was in use"):
         scan.search(vectors[-2:], 3)
 
 

@@ -274,6 +274,7 @@ class CollectionState:
         deleted: True once the collection was deleted, or its spaces were exchanged; a thread may still hold this object
             then.
         is_exchanging: True while another state is made, which searches the second space: no vector of that changes.
+        is_damaged: True once a file of the sealed segment was found changed, until another one is made.
         deleted_at: ``time.monotonic()`` of the first deletion whose vectors may still be in a file, if there is one.
         ann_considered: the sealed segment that approximate search was last considered for.
         next_expiry: no person expires before this time; None: none expires. Set before the view shows the person.
@@ -292,7 +293,7 @@ class CollectionState:
         self.info: Collection = stored.info
         self.segment = stored.segment
         self.persons = PersonCache()
-        self.deleted = self.is_exchanging = False
+        self.deleted = self.is_exchanging = self.is_damaged = False
         self.deleted_at: float | None = time.monotonic() if len(deleted) else None
         self.ann_considered: SealedSegment | None = None
         self.next_expiry: str | None = None
@@ -337,9 +338,15 @@ class CollectionState:
         rows, view = self._growing.rows, self.view
         newer = rows.ids > stored.watermark
         newer[view.growing_deleted] = False
-        self.segment = stored.segment
+        self.segment, self.is_damaged = stored.segment, False
         self._growing = GrowingSegment(self.info.dim)
         self.view = self._new_view(sealed, [rows.take(newer)], deleted)
+
+    def note_damage(self, view: SegmentView) -> None:
+        """Note that a file of the sealed segment of ``view`` was found changed; another one may be searched since."""
+        found, current = view.sealed, self.view.sealed
+        if found is not None and current is not None and found.scan is current.scan:
+            self.is_damaged = True
 
     @property
     def ann(self) -> ApproximateSearch | None:
@@ -356,8 +363,12 @@ class CollectionState:
         return faces
 
     def is_due(self, age: float) -> bool:
-        """True when compaction pays, or a deletion is older than ``age`` seconds."""
-        return self.needs_compaction or (self.deleted_at is not None and time.monotonic() - self.deleted_at >= age)
+        """True when compaction pays, the sealed segment is damaged, or a deletion is older than ``age`` seconds."""
+        return (
+            self.is_damaged
+            or self.needs_compaction
+            or (self.deleted_at is not None and time.monotonic() - self.deleted_at >= age)
+        )
 
     @property
     def needs_compaction(self) -> bool:
@@ -368,8 +379,8 @@ class CollectionState:
 
     @property
     def is_compacted(self) -> bool:
-        """True when the sealed segment holds every face and no deleted one."""
-        return not len(self.view.growing.ids) and not self.view.sealed_deleted
+        """True when the sealed segment is whole, and holds every face and no deleted one."""
+        return not self.is_damaged and not len(self.view.growing.ids) and not self.view.sealed_deleted
 
     def statistics(self) -> dict[str, float]:
         """Return the figures of :meth:`plsc.gallery.store.Store.statistics`."""

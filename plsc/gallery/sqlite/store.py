@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plsc.errors import ConflictError, StorageError, UsageError
+from plsc.errors import ConflictError, IntegrityError, StorageError, UsageError
 from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.rows import Change
@@ -344,7 +344,12 @@ class SqliteStore(Store):
         units = query.units(state)
         if not isinstance(filter, PreparedFilter):
             view, masks = self._matching_rows(state, filter, "" if filter is None else repr(filter.conditions))
-        return view.search(units, query.k, query.threshold, masks)
+        try:
+            return view.search(units, query.k, query.threshold, masks)
+        except IntegrityError as error:  # of a file that SQLite has all of
+            state.note_damage(view)
+            self._maintenance.wake()
+            raise StorageError(f"the vectors of {collection} are written anew: {error}") from None
 
     def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter | UnfinishedFilter:
         """Look up who matches, so that a search with the result, on another thread, needs SQLite no more.
