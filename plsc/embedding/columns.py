@@ -88,24 +88,26 @@ def check_maps(*columns: Any) -> None:
         if mapped is None:
             continue
         opened = _FILES.get(mapped)
-        if mapped.size() < len(mapped):
+        is_known = opened is not None and check_unwritten(column.filename, opened)
+        if not is_known and mapped.size() < len(mapped):
             raise written_over(column.filename)
-        if opened is not None:
-            check_unwritten(column.filename, opened)
 
 
-def check_unwritten(path: str | Path, opened: os.stat_result) -> None:
-    """Check that the file of ``path`` has the length and time of when it was ``opened``, unless it is another one.
+def check_unwritten(path: str | Path, opened: os.stat_result) -> bool:
+    """Check that a file has the length and time of when it was ``opened``; False where ``path`` is another one now.
 
     Raises:
         IntegrityError: it has not.
     """
     try:
         now = os.stat(path)  # noqa: PTH116 (a Path would cost as much again, for every search)
-    except OSError:  # its name is gone: nobody can write to it by that
-        return
-    if os.path.samestat(now, opened) and (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+    except OSError:
+        return False
+    if not os.path.samestat(now, opened):
+        return False
+    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
         raise written_over(path)
+    return True
 
 
 def written_over(path: str | Path) -> IntegrityError:
