@@ -12,20 +12,50 @@ import time
 from functools import cache
 from typing import TextIO
 
+PIPE_CLOSED = 141  # 128 and SIGPIPE
+
 
 def printable(text: str) -> str:
     """Return ``text`` as one line that a terminal may show."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
-def show(*lines: str, file: TextIO | None = None) -> None:
-    """Print lines, on standard output unless ``file`` is another."""
-    print(*map(printable, lines), sep="\n", file=file, flush=True)
+def write(text: str, file: TextIO | None) -> None:
+    """Write to ``file`` at once; None: it was closed before the command began, and nothing is written.
+
+    Work goes on where nobody reads standard error any more. Standard output is what a command is called for.
+
+    Raises:
+        SystemExit: whoever read standard output has left; with the code that shells show of a SIGPIPE.
+        OSError: it cannot be written otherwise.
+    """
+    if file is None:
+        return
+    try:
+        file.write(text)
+        file.flush()
+    except UnicodeEncodeError:  # of a terminal that shows some letters alone
+        write(text.encode(file.encoding, "replace").decode(file.encoding), file)
+    except OSError as error:
+        is_error, is_output = file is sys.stderr, file is sys.stdout
+        if is_error:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (the interpreter flushes it at its end)
+            return
+        if is_output:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (so it does this one)
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(PIPE_CLOSED) from None
+        raise
+
+
+def show(*lines: str) -> None:
+    """Print lines on standard output; raises as :func:`write`."""
+    write("\n".join(map(printable, lines)) + "\n", sys.stdout)
 
 
 def note(*lines: str) -> None:
     """Print lines on standard error."""
-    show(*lines, file=sys.stderr)
+    write("\n".join(map(printable, lines)) + "\n", sys.stderr)
 
 
 def ask(question: str) -> str:
@@ -52,32 +82,33 @@ class StatusLine:
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self._file = file if file is not None else sys.stderr
-        self.rewrites = self._file.isatty()
+        self._given = file
+        self.rewrites = self._file is not None and self._file.isatty()
         self._is_shown = False
+
+    @property
+    def _file(self) -> TextIO | None:
+        return sys.stderr if self._given is None else self._given
 
     def update(self, text: str) -> None:
         """Show ``text`` in place of the line's former state."""
         text = printable(text)
         if self.rewrites:
             text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
-            self._file.write(f"\r\x1b[K{text}")
+            write(f"\r\x1b[K{text}", self._file)
             self._is_shown = True
         else:
-            self._file.write(text + "\n")
-        self._file.flush()
+            write(text + "\n", self._file)
 
     def print(self, text: str) -> None:
         """Write ``text`` as a line that stays, in place of the changing one."""
-        self._file.write(("\r\x1b[K" if self._is_shown else "") + printable(text) + "\n")
+        write(("\r\x1b[K" if self._is_shown else "") + printable(text) + "\n", self._file)
         self._is_shown = False
-        self._file.flush()
 
     def close(self) -> None:
         """End a line that is shown, so that what others print begins a line of its own."""
         if self._is_shown:
-            self._file.write("\n")
-            self._file.flush()
+            write("\n", self._file)
             self._is_shown = False
 
 

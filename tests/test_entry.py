@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +116,45 @@ for argv in {lines}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+def run_closed(argv: list[str], **closed: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a command whose standard ``stdout`` or ``stderr`` is a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        streams = {name: writing if name in closed else subprocess.PIPE for name in ("stdout", "stderr")}
+        return subprocess.run([sys.executable, "-m", "plsc.tools.entry", *argv], text=True, **streams)
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["train", "--list-keys"], ["serve", "--help"], ["gallery", "migrate", "--help"]]
+)
+def test_a_command_ends_quietly_where_nobody_reads_its_output(argv: list[str]) -> None:
+    done = run_closed(argv, stdout=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_work_goes_on_where_nobody_reads_the_errors(tmp_path: Path) -> None:
+    argv = ["data", "convert", "avatars:3x2", str(tmp_path / "train.rec"), "--json", str(tmp_path / "done.json")]
+    assert run_closed(argv, stderr=True).returncode == 0
+    assert json.loads((tmp_path / "done.json").read_text())
+    assert run_closed(["nonsense"], stderr=True).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize(("argv", "command"), [(["--help"], "plsc"), (["train", "--list-keys"], "plsc train")])
+def test_output_that_a_full_disk_does_not_take_is_a_failure_of_a_line(argv: list[str], command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "plsc.tools.entry", *argv], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{command}: error: ")
+    assert done.stderr.endswith("No space left on device\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_only_the_first_of_a_machines_ranks_prints_and_tells_torchrun_why(tmp_path):

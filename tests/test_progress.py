@@ -1,10 +1,12 @@
 """Progress lines on a terminal and in a pipe; counts with their nouns."""
 
+import errno
 import io
+import sys
 
 import pytest
 
-from plsc.progress import Progress, StatusLine, counted
+from plsc.progress import Progress, StatusLine, counted, note, show
 
 
 class Terminal(io.StringIO):
@@ -33,6 +35,40 @@ def test_a_pipe_gets_each_state_as_a_line() -> None:
     status.print("evaluated")
     status.close()
     assert file.getvalue() == "step 1\nevaluated\n"
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_what_nobody_reads_of_the_errors_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Unread())
+    status = StatusLine()
+    status.update("step 1")
+    status.print("evaluated")
+    note("more")
+    sys.stderr.close()  # what it was replaced by
+    monkeypatch.setattr(sys, "stderr", None)  # closed before the command began
+    status.update("step 2")
+    assert not StatusLine().rewrites
+    note("more")
+
+
+def test_a_command_ends_where_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Unread())
+    with pytest.raises(SystemExit) as ended:
+        show("a line")
+    assert ended.value.code == 141
+    show("the rest")
+    sys.stdout.close()
+
+
+def test_letters_that_the_output_does_not_know_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
+    show("Zoë: 1 …", "\ud800")
+    assert content.getvalue() == b"Zo?: 1 ?\n?\n"
 
 
 def test_a_share_never_exceeds_the_whole() -> None:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TypeVar
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
-from plsc.progress import note, printable, show
+from plsc.progress import note, printable, show, write
 from plsc.regular_files import ALLOW_OUTSIDE
 from plsc.signing import VERIFY_FROM, VERIFY_KEY
 
@@ -114,6 +114,9 @@ class ArgumentParser(argparse.ArgumentParser):
         message = re.sub(r"^argument (--\S+): (\S+: )", r"\1 \2", message)  # a number's type that refused it
         raise ArgumentError(self.prog, message.removeprefix("argument "))
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        write(message, sys.stderr if file is None else file)
+
     def _refuse_unknown_options(self, words: list[str]) -> None:
         known = [name for name in self._option_string_actions if name.startswith("--")]
         for word in itertools.takewhile(lambda word: word != "--", words):
@@ -131,8 +134,21 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 usage error, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 usage error, 130 interrupted.
+
+    Raises:
+        SystemExit: 0 after help; 141 where whoever read standard output has left, as ``plsc --help | head -1``.
+    """
+    try:
+        try:
+            return _main(sys.argv[1:] if argv is None else argv)
+        finally:
+            write("", sys.stdout)  # what is left fails here, and not in the interpreter's own end
+    except OSError as error:
+        return _fail("plsc", f"standard output: {error.strerror}", 1)
+
+
+def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         show(*_overview())
         return 0 if argv else 2
@@ -299,9 +315,6 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         return _fail(f"plsc {name}", f"it needs {module}: pip install '{_requirement(module)}' brings it", 1)
     except KeyboardInterrupt:
         return _fail(f"plsc {name}", "interrupted", 130)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (the interpreter flushes it at exit)
-        return 1
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _fail(f"plsc {name}", f"{file}{error.strerror or error}", 1)
@@ -376,8 +389,10 @@ def _fail(command: str, message: str, code: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print_error(command, message)
     # Not by the interpreter's own end: a thread that waits in gloo for other ranks would abort it when these end too.
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        write("", sys.stdout)
+    finally:
+        os._exit(code)
 
 
 def print_error(command: str, message: str) -> None:

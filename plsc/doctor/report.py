@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from plsc.progress import printable
+from plsc.progress import printable, write
 
 State = Literal["ok", "FAIL", "-"]
 Tick = Callable[[str], None]  # is told what is being looked at, so that a rank that hangs can be named
@@ -110,7 +110,7 @@ class Report:
         if self.out is not None and self.out.isatty():
             self._shows_work = True
             width = shutil.get_terminal_size().columns - 1
-            print(f"{_CLEARED}{f'        … {printable(text)}'[:width]}", end="", file=self.out, flush=True)
+            write(f"{_CLEARED}{f'        … {printable(text)}'[:width]}", self.out)
 
     def add(self, title: str, lines: Sequence[Line]) -> None:
         """Add lines to a section, a new one or the last."""
@@ -161,7 +161,7 @@ class Report:
 
     def _print(self, text: str, mark: str = "") -> None:
         if self.out is not None:
-            print(f"{_CLEARED if self._shows_work else ''}{mark}{printable(text)}", file=self.out, flush=True)
+            write(f"{_CLEARED if self._shows_work else ''}{mark}{printable(text)}\n", self.out)
             self._shows_work = False
 
 

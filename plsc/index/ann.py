@@ -27,7 +27,7 @@ from plsc.index import faiss_gpu
 from plsc.index.recall import Recall, RecallMonitor
 from plsc.index.rows import Float32, Int64, Mask, RowSource
 from plsc.index.scan import ExactSearcher, knn, load_faiss, merge_topk
-from plsc.progress import Progress
+from plsc.progress import Progress, write
 
 Kind = Literal["exact", "ivf", "hnsw", "pq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -303,7 +303,7 @@ def disable_prefetch(structure: Any) -> None:
 def stdout_to_stderr() -> Iterator[None]:
     """Send what is printed on stdout meanwhile to stderr, by C++ too: faiss prints the names and sizes of its files."""
     flush = ctypes.CDLL(None).fflush
-    sys.stdout.flush()
+    write("", sys.stdout)
     flush(None)
     saved = os.dup(1)
     os.dup2(2, 1)

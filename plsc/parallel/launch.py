@@ -13,7 +13,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plsc.errors import UsageError, first_line
-from plsc.progress import note
+from plsc.progress import note, write
 
 # They ask a run to save its state and end: a person, a system that shuts down, Slurm before a time limit (--signal).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -119,8 +119,7 @@ class _Listener:
                 if line.startswith("plsc ") and ": error: " in line:
                     self._errors.append(line)
                 else:
-                    sys.stderr.write(line)
-                    sys.stderr.flush()
+                    write(line, sys.stderr)
 
 
 def _start(argv: list[str], rank: int, nproc: int, port: int, nodes: Nodes) -> subprocess.Popen[str]:

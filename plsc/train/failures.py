@@ -22,6 +22,7 @@ from plsc.parallel.collectives import await_farewell, farewell
 from plsc.parallel.launch import STOP_SIGNALS
 from plsc.parallel.rank_monitor import Hang, RankMonitor
 from plsc.parallel.rendezvous import agent_keeps_store
+from plsc.progress import write
 
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
@@ -110,9 +111,11 @@ def _end_at_once(code: int) -> NoReturn:
     At that the thread of :class:`RankWatch` would abort the process if it came out of gloo meanwhile, because the other
     ranks have ended.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    write("", sys.stderr)
+    try:
+        write("", sys.stdout)
+    finally:
+        os._exit(code)
 
 
 def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
