@@ -433,8 +433,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def _of_process(path: Path) -> Path:
-    """A temporary neighbour of ``path``, which :func:`remove_leftovers` knows."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A temporary neighbour of ``path``, which :func:`remove_leftovers` knows, and to which nobody has put a link."""
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.{os.getpid()}.tmp")
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.data.joined import JoinedDataset
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.head.dynamic_head import DynamicHead
 from plsc.head.low_precision import quantize_rows, scale_name
@@ -157,11 +158,13 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
         if not goes_on:
             journal.refuse_if_adopted()
         components.tables[0].head.roll_back(0)
-    for table in components.tables:
+    dataset = components.dataset
+    parts = dataset.parts if isinstance(dataset, JoinedDataset) else [dataset]
+    for table, part in zip(components.tables, parts, strict=True):
         if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
             insert_first_rows(table.head, source)  # again: files hold rows, and no checkpoint their keys yet
         elif source and not is_adopted:
-            set_first_rows(table.head, source)
+            set_first_rows(table.head, source, part.class_names)
     if not is_adopted:
         _set_savepoint(components, 0)
 

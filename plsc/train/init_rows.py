@@ -1,6 +1,7 @@
 """The class table's first rows from class centres: ``head.init_rows``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, quoted
 from plsc.head import ShardedHead
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.regular_files import map_npy
-from plsc.train.table_file import TableFile
+from plsc.train.table_file import TableFile, class_names_beside
 
 _ROWS = 65536  # of a source that are read at a time
 _FIRST_NORM = 0.01  # a random row's elements have this deviation
 
 
-def set_first_rows(head: ShardedHead, source: str) -> None:
+def set_first_rows(head: ShardedHead, source: str, names: Sequence[str] | None = None) -> None:
     """Let the rows of this rank's classes begin at centres of ``source``; a class that has none keeps its random rows.
 
     All sub-centres of a class begin near its centre, apart by what their random rows differ, or each at its own.
@@ -30,13 +31,16 @@ def set_first_rows(head: ShardedHead, source: str) -> None:
         head: that has seen no batch.
         source: FILE.npy, (C, D) floating point, a row for each class; FILE.safetensors of ``plsc table``, with one row
             for each class, or for each sub-centre; or an embedding set, whose unit embeddings are averaged by label.
+        names: of the classes, to compare with those that the source has: a set's, or FILE.json's beside a file.
 
     Raises:
-        UsageError: it does not exist, or is of another number of classes or another width.
+        UsageError: it does not exist, or is of another number of classes or another width, or of other classes.
         DataError: it cannot be read.
     """
     first, stop = head.class_range
     read = _reader(head, source)
+    if names is not None:
+        _check_names(source, head.num_classes, names)
     rows = head.weight.detach().view(stop - first, head.centers, head.dim)
     norm = _FIRST_NORM * head.dim**0.5
     for start in range(0, stop - first, _ROWS):
@@ -48,6 +52,23 @@ def set_first_rows(head: ShardedHead, source: str) -> None:
         spread = before / 10 if head.centers > part.shape[1] else torch.zeros_like(before)
         moved = unit * norm + spread
         rows[start : start + _ROWS] = torch.where(known, moved, before).to(rows.dtype)
+
+
+def _check_names(source: str, classes: int, names: Sequence[str]) -> None:
+    """Refuse rows whose names, if they have any, are not those of the classes with their numbers."""
+    path = Path(source)
+    theirs: Sequence[Sequence[str]] = []
+    if path.is_dir():
+        theirs = [[name] for name in EmbeddingSet(path).class_names]
+    elif path.with_suffix(".json").is_file():
+        with suppress(DataError):  # of something else
+            theirs = class_names_beside(path, classes)
+    for number, (each, name) in enumerate(zip(theirs, names, strict=False)):
+        if each and str(name) not in each:
+            raise UsageError(
+                f"head.init_rows = {source} is of other classes than the data: class {number:,} is {quoted(each[0])} "
+                f"there and {quoted(name)} here; make it of this data, or set head.max_classes, which goes by names"
+            )
 
 
 def _reader(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:

@@ -1,10 +1,12 @@
 """The class table's first rows: head.init_rows."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save, save_file
-from support.tiny_runs import run, run_until, stored
+from support.tiny_runs import refusal, run, run_until, stored
 
 import plsc
 from plsc.embedding.set_writer import write_embedding_set
@@ -73,6 +75,28 @@ def test_a_run_starts_from_centres_and_says_so(ranks, tmp_path):
     changes = {"head.init_rows": str(tmp_path / "centres.npy"), "data.train": "avatars:6x4", "embedding_dim": 16}
     ranks(1, run, tmp_path / "run", {**changes, "steps": 2, "epochs": None})
     assert "class table from head.init_rows" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("form", ["set", "table"])
+def test_rows_of_other_people_are_refused_by_name(ranks, tmp_path, form):
+    rows = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
+    names = [f"avatar-{number}" for number in range(7) if number != 2]
+    if form == "set":
+        write_embedding_set(tmp_path / "rows", rows, contract_id="c", labels=np.arange(6), class_names=names)
+    else:
+        np.save(tmp_path / "rows.npy", rows)
+        (tmp_path / "rows.json").write_text(json.dumps({"classes": [[name] for name in names]}))
+    source = str(tmp_path / ("rows" if form == "set" else "rows.npy"))
+    changes = {"head.init_rows": source, "data.train": "avatars:6x4", "steps": 2, "epochs": None}
+    message = f"head.init_rows = {source} is of other classes than the data: class 2 is 'avatar-3' there and 'avatar-2'"
+    assert message in ranks(1, refusal, tmp_path / "run", changes)[0]
+    tables = [{"name": "a", "data": {"train": "avatars:4x4"}}, {"name": "b", "data": {"train": "avatars:6x4"}}]
+    tables[1]["head"] = {"init_rows": source}
+    changes = {"table": tables, "steps": 2, "epochs": None}
+    assert message in ranks(1, refusal, tmp_path / "run", changes)[0]
+    tables[1]["data"] = {"train": "avatars:2x4"}
+    tables[0]["data"] = {"train": "avatars:6x4"}
+    assert "other classes" not in ranks(1, refusal, tmp_path / "run", changes)[0]
 
 
 def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks, tmp_path):
