@@ -89,3 +89,16 @@ def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / name / name).touch()
     files.atomic_replace_dir(tmp_path / "new", tmp_path / "old")
     assert [path.name for path in tmp_path.rglob("*")] == ["old", "new"]
+
+
+def test_nothing_is_written_through_links_that_somebody_put_beside(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("precious")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in (f".result.{os.getpid()}.tmp", f".write-test-{os.getpid()}"):
+        (folder / name).symlink_to(own)
+    files.make_folder(folder)
+    files.write_json(folder / "result", {"a": 1})
+    assert own.read_text() == "precious"
+    assert files.read_json(folder / "result") == {"a": 1}

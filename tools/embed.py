@@ -9,8 +9,8 @@ weights; --best takes best.safetensors, those of the best evaluation. DATA is a 
 photos, a list file (path<TAB>label), a .rec file, avatars:IDSxIMAGES or glyphs:BLOCK. Face models expect aligned crops
 of one face: give those, or --landmarks, or --detector (docs/faces.md). An image that cannot be read, or has no face
 or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it again: it
-resumes, with any number of processes. On several machines, start it under torchrun, with OUT on a file system
-that all of them see.
+resumes, with any number of processes; rows of files that were replaced since (of another size or time) are made anew.
+On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
 import argparse

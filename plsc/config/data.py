@@ -39,8 +39,9 @@ class DataConfig:
             in the training process.
         max_bad_records: Unreadable images, in whose places the next ones are taken, before the run stops with an error.
         cache: Keep decoded images over the epochs, for all ranks of a machine together: memory; disk:PATH, files in the
-            folder PATH, for later runs too (remove it when pictures were replaced); auto, memory where they take at
-            most an eighth of what is free; or none.
+            folder PATH, which no other user may write to, for later runs too: as long as names, sizes and times of the
+            pictures' files stay (remove files of former ones yourself); auto, memory where they take at most an eighth
+            of what is free; or none.
     """
 
     train: str = key("avatars:2000x30", also_called=("dataset", "data_dir", "root"))

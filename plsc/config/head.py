@@ -63,8 +63,9 @@ class HeadConfig:
         sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
             classes of the batch alone.
         init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, a
-            .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise. With max_classes,
-            rows by name: of a run too, and of files that have the names beside them.
+            .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise. Names
+            that it has must be those of the data's classes. With max_classes, rows by name: of a run too, and of files
+            that have the names beside them.
         positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
             (excluded), or are in it as negatives (kept).
         label_reduction: What the losses of a picture's labels become: their mean, or their sum.
