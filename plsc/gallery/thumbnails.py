@@ -4,16 +4,17 @@ FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.jpg      one per face; NAME@CREATED is th
 FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.png      the very pixels that were embedded, without loss
 FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.sealed   either, encrypted under the person's key where the store is encrypted
 
-A store's own files, snapshots, copies and exports never hold one, so a deleted face has a picture nowhere: it is
-removed before the face is deleted, and a crash in between leaves a face without a picture, never the reverse. A sealed
-one is no picture any more, wherever it was copied to, once the person's key is erased.
+A store's own files, snapshots, copies and exports never hold one: a deleted face's is removed before the face is, and a
+crash in between leaves a face without a picture, never the reverse. A sealed one is no picture any more, wherever it
+was copied to, once the person's key is erased. Of services that share a store, each with a folder of its own, others
+remove theirs of that face by a sweep (:class:`plsc.gallery.retention.Retention`). A folder is of one gallery.
 """
 
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +28,7 @@ from plsc.errors import DataError, NotFoundError, PlscError, first_line
 from plsc.files import make_private_folder, open_private, restrict, storage_errors, sync
 from plsc.gallery.store import Store
 from plsc.gallery.validation import check_external_id
-from plsc.gallery.values import IdempotentRequest, NewPerson, Person, Precondition
+from plsc.gallery.values import Collection, IdempotentRequest, NewPerson, Person, Precondition
 from plsc.progress import note, warn
 from plsc.regular_files import read_bytes
 
@@ -45,7 +46,7 @@ class ThumbnailStore:
     """The changes of a store that touch faces, each together with the faces' thumbnails.
 
     Every other method is called on ``store`` itself. Faces that other processes delete from a shared store are shown
-    no more at once, and their files are removed by :meth:`compact`.
+    no more at once, and their files are removed by :meth:`sweep` and :meth:`compact`.
 
     Args:
         store: the store to change.
@@ -63,6 +64,7 @@ class ThumbnailStore:
         self.keeps = keep and folder is not None
         self._writes = (keep or lossless) and folder is not None
         self._encoding: Encoding = "png" if lossless else "jpeg"
+        self._seen = set[Path]()  # folders of collections that the store held
         # A deletion must not come between an enrolment's commit and the writing of its thumbnails.
         self._lock: AbstractContextManager[object] = nullcontext() if folder is None else threading.Lock()
         if folder is not None and folder.is_dir():
@@ -182,11 +184,27 @@ class ThumbnailStore:
             self._store.delete_collection(collection)
 
     def compact(self, collection: str) -> None:
-        """Compact the collection, and remove thumbnails of faces that somebody else deleted."""
+        """Compact the collection, and remove thumbnails of faces and collections that somebody else deleted."""
         self._store.compact(collection)
-        if self._folder is not None and self._folder.is_dir():
-            with self._lock:
-                self._sweep(self._folder, collection)
+        for folder, name in self._collection_folders():
+            if name is None:
+                _remove_folder(folder)
+            elif name == collection:
+                for _ in self._sweep(folder, name):
+                    pass
+
+    def sweep(self) -> Iterator[None]:
+        """Remove thumbnails of what other services deleted from a shared store, a part after each ``next``.
+
+        The folder of an unknown collection is removed where this object has seen the collection: else it may be another
+        gallery's.
+        """
+        for folder, name in self._collection_folders():
+            if name is not None:
+                self._seen.add(folder)
+                yield from self._sweep(folder, name)
+            elif folder in self._seen:
+                _remove_folder(folder)
 
     def read(self, collection: str, person: int, face: int) -> bytes:
         """The thumbnail of a face, a JPEG or PNG file; :class:`NotFoundError` if there is no such face or file."""
@@ -258,24 +276,27 @@ class ThumbnailStore:
             precondition.check(owner)
         _remove(self._paths(collection, person, going))
 
-    def _sweep(self, root: Path, collection: str) -> None:
-        """Remove files of faces that the store does not hold, and folders of collections that it does not hold."""
-        known = {self._collection_folder(root, info.name) for info in self._store.collections()}
-        for folder in list(root.iterdir()):
-            if _COLLECTION.fullmatch(folder.name) and folder not in known:  # nothing of somebody else's
-                _remove_folder(folder)
-        for path in list(self._collection_folder(root, collection).glob("*/*")):
-            name = _NAME.fullmatch(path.name)
-            if name is not None and int(name[2]) not in self._faces_of(collection, int(name[1])):
-                with storage_errors(path):
-                    path.unlink()
-                    sync(path.parent)
+    def _collection_folders(self) -> list[tuple[Path, str | None]]:
+        """The folders of collections, with the names of those that the store holds; of other folders none."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        # Looked for before the store is asked, as are files below: what comes meanwhile is of somebody who is there.
+        there = [folder for folder in self._folder.iterdir() if _COLLECTION.fullmatch(folder.name)]
+        known = {_folder_name(info): info.name for info in self._store.collections()}
+        return [(folder, known.get(folder.name)) for folder in there]
 
-    def _faces_of(self, collection: str, person: int) -> Sequence[int]:
-        try:
-            return self._store.person(collection, person).faces
-        except NotFoundError:
-            return ()
+    def _sweep(self, folder: Path, collection: str) -> Iterator[None]:
+        """Remove files of faces that the store does not hold from a collection's folder, a bucket at a time."""
+        for bucket in [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]:
+            named = [(path, name) for path in bucket.iterdir() if (name := _NAME.fullmatch(path.name))]
+            first = int(bucket.name) * _BUCKET_PERSONS
+            try:
+                persons = self._store.persons(collection, after=first - 1, limit=_BUCKET_PERSONS)
+            except NotFoundError:  # deleted meanwhile, or made anew: the next sweep knows
+                return
+            faces = {(person.id, face) for person in persons for face in person.faces}
+            _remove([path for path, name in named if (int(name[1]), int(name[2])) not in faces])
+            yield
 
     def _paths(self, collection: str, person: int, faces: Sequence[int], suffixes: Sequence[str] = ()) -> list[Path]:
         """Where the pictures of faces may be, by default any that the store can have; none where there is no folder."""
@@ -287,9 +308,13 @@ class ThumbnailStore:
         return [bucket / f"{int(person)}-{int(face)}{ending}" for face in faces for ending in endings]
 
     def _collection_folder(self, root: Path, collection: str) -> Path:
-        """The folder of a collection. Its name has the time of creation: a new collection of the name is another."""
-        created = re.sub(r"\D", "", self._store.collection(collection).created)
-        return root / f"{collection}@{created}"
+        return root / _folder_name(self._store.collection(collection))
+
+
+def _folder_name(info: Collection) -> str:
+    """The name of a collection's folder. It has the time of creation: a new collection of the name is another."""
+    created = re.sub(r"\D", "", info.created)
+    return f"{info.name}@{created}"
 
 
 def is_lossless(content: bytes) -> bool:

@@ -113,7 +113,7 @@ class Service:
         metrics.watch("audit_sequence", "Newest line of the audit log", lambda: self.audit.head.sequence)
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
-        self.retention = Retention(store, self.thumbnails, self._audit_expiry)
+        self.retention = Retention(store, self.thumbnails, self._audit_expiry, settings.compact_within)
         self.migrations: Migrations | None = None
         if next_embedder is not None:
             self.migrations = Migrations(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from plsc.embedding.quality import QualityGate
 from plsc.errors import UsageError
+from plsc.gallery.sqlite import COMPACT_WITHIN
 from plsc.serve.access import RateLimit
 
 MIB = 2**20
@@ -105,6 +106,7 @@ class Settings:
 
     ``thumbnails`` is the folder of thumbnails, which are deleted with their faces also by a service that keeps none;
     ``keep_pictures`` keeps them without loss, and shows them with ``keep_thumbnails`` alone;
+    ``compact_within`` seconds those may stay of whom another service deleted from a shared store;
     ``score_step`` is what scores are multiples of for callers who may not send vectors, 0 leaves them exact.
     ``rate_limits`` are those of every caller, for kinds of which its token has none.
     ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
@@ -141,6 +143,7 @@ class Settings:
     thumbnails: Path | None = None
     keep_thumbnails: bool = False
     keep_pictures: bool = False
+    compact_within: float = COMPACT_WITHIN
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -1,14 +1,18 @@
 """Every store alike: thumbnails come with faces, and go with them from every file."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from support.stores import DIM, GALLERY, MODEL, faces
+from support.stores import DIM, GALLERY, MODEL, Servers, faces
+from support.waiting import wait_until
 
 from plsc.data.codec import decode_image
 from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError
+from plsc.gallery.backends import open_store
+from plsc.gallery.retention import Retention
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import NewPerson
@@ -181,3 +185,94 @@ def test_a_thumbnail_that_cannot_be_written_fails_no_enrolment(
     (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, [[crop(10)]])
     assert store.person(GALLERY, ada.id) == ada
     assert "a thumbnail was not kept: File exists" in capsys.readouterr().err
+
+
+@pytest.fixture
+def both(store: Store, tmp_path: Path) -> tuple[ThumbnailStore, ThumbnailStore, Path, Path]:
+    """Two services' thumbnails of one store, and their folders."""
+    folders = tmp_path / "one", tmp_path / "two"
+    one, two = (ThumbnailStore(store, folder, keep=True) for folder in folders)
+    return one, two, *folders
+
+
+def swept(thumbnails: ThumbnailStore) -> None:
+    for _ in thumbnails.sweep():
+        pass
+
+
+def test_a_sweep_removes_pictures_of_whom_another_service_deleted(
+    store: Store, both: tuple[ThumbnailStore, ThumbnailStore, Path, Path]
+) -> None:
+    one, two, first, second = both
+    ada, grace = one.add_persons(GALLERY, [NewPerson(faces(2))] * 2, MODEL, [[crop(10), crop(20)]] * 2)
+    mary, edith = two.add_persons(GALLERY, [NewPerson(faces(1))] * 2, MODEL, [[crop(30)]] * 2)
+    swept(one)
+    swept(two)
+    assert (len(files(first)), len(files(second))) == (4, 2), "nobody is gone"
+    two.delete_person(GALLERY, ada.id)
+    two.delete_face(GALLERY, grace.id, grace.faces[0])
+    one.delete_person(GALLERY, mary.id)
+    swept(one)
+    swept(two)
+    assert files(first) == [f"{grace.id}-{grace.faces[1]}.jpg"]
+    assert files(second) == [f"{edith.id}-{edith.faces[0]}.jpg"]
+    one.delete_collection(GALLERY)
+    another = second / "another@20260101000000000" / "0"  # of another gallery, as far as one knows
+    another.mkdir(parents=True)
+    (another / "1-2.jpg").touch()
+    swept(two)
+    assert files(second) == ["1-2.jpg"]
+
+
+def test_a_sweep_removes_pictures_of_whom_another_service_let_expire(
+    store: Store, both: tuple[ThumbnailStore, ThumbnailStore, Path, Path]
+) -> None:
+    if "expiry dates" in store.lacks:
+        return
+    one, two, first, _ = both
+    brief = NewPerson(faces(1), expires="2001-01-01")
+    one.add_persons(GALLERY, [brief], MODEL, [[crop(10)]])
+    (ada,) = one.add_persons(GALLERY, [NewPerson(faces(1), expires="2999-01-01")], MODEL, [[crop(10)]])
+    two.delete_expired()
+    assert (len(files(first)), store.collection(GALLERY).persons) == (2, 1)
+    swept(one)
+    assert files(first) == [f"{ada.id}-{ada.faces[0]}.jpg"]
+
+
+def test_a_service_sweeps_its_own_folder_of_a_shared_store_by_itself(servers: Servers, tmp_path: Path) -> None:
+    kit = servers.kit("postgres")
+    store = kit.fresh()
+    store.create_collection(GALLERY, DIM, MODEL)
+    thumbnails = ThumbnailStore(store, tmp_path / "one", keep=True)
+    ada, grace = thumbnails.add_persons(GALLERY, [NewPerson(faces(1))] * 2, MODEL, [[crop(10)]] * 2)
+    other = open_store(f"postgres:{store._pool.conninfo}")  # type: ignore[attr-defined]
+    retention = Retention(store, thumbnails, lambda *_: None, within=0)
+    try:
+        other.delete_person(GALLERY, ada.id)
+        wait_until(lambda: files(tmp_path / "one") == [f"{grace.id}-{grace.faces[0]}.jpg"])
+    finally:
+        retention.close()
+        other.close()
+        kit.close()
+
+
+def test_a_picture_is_on_the_disk_before_its_enrolment_is_answered(
+    store: Store, kept: ThumbnailStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(2))], MODEL, [[crop(10), crop(20)]])
+    kept.add_faces(GALLERY, ada.id, faces(1, seed=1), MODEL, [crop(30)])
+    pictures = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(pictures) == 3
+    for path in pictures:
+        at = synced.index((path.stat().st_ino, path.stat().st_size))  # whole
+        inodes = [inode for inode, _ in synced[at:]]
+        assert path.parent.stat().st_ino in inodes, "its name could be lost"
