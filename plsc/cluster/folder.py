@@ -33,11 +33,11 @@ from plsc.errors import DataError, UsageError
 from plsc.files import (
     atomic_write,
     describe_files,
+    describe_open_file,
     digest,
     make_folder,
     read_json,
     read_manifest,
-    sha256,
     verify_files,
     write_json,
     write_manifest,
@@ -45,6 +45,7 @@ from plsc.files import (
 from plsc.parallel.collectives import all_gather_rows, on_main, raise_on_all_ranks
 from plsc.parallel.mesh import Mesh
 from plsc.progress import counted
+from plsc.regular_files import open_regular
 
 FORMAT = "plsc clusters"
 VERSION = 1
@@ -115,7 +116,8 @@ def cluster(
     settings = {"set": digest(source.manifest), "top": top, **asdict(options)}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     if isinstance(options, GraphOptions) and options.links is not None:
-        settings["content of links"] = sha256(options.links)
+        with open_regular(options.links) as links:
+            settings["content of links"] = describe_open_file(links)["sha256"]
     _check(source, options, folder)
     with ExitStack() as lock:
         if on_main(lambda: _begin(folder, settings, lock, overwrite), mesh):

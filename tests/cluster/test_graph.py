@@ -141,7 +141,7 @@ def test_hdbscan_finds_the_groups_and_keeps_the_links(tmp_path, embeddings):
 NO_LINKS = Links(np.empty((0, 2), np.int64), np.empty((0, 2), np.int64))
 
 
-# Cases whose dense clustering is the same in any order of the points: trees split ties, such as equal densities, freely.
+# Cases whose dense clustering is the same in any order of the points: ties, such as equal densities, are split freely.
 @pytest.mark.parametrize(
     ("seed", "points", "least"), [(18, 24, 2), (18, 24, 4), (19, 48, 3), (37, 48, 4), (23, 70, 6), (29, 70, 4)]
 )
