@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
-DEFAULT_FMR = 1e-4
 MAX_MEGAPIXELS = 178  # Pillow opens no larger picture
 _WARNED_OF = 5  # collections of other models, a line each
 
@@ -226,7 +225,7 @@ def _judgement(args: argparse.Namespace, calibration: "Calibration | None") -> t
     """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
     if calibration is None:
         return args.threshold, None
-    rate = max(DEFAULT_FMR, calibration.points[-1].fmr) if args.fmr is None else args.fmr
+    rate = calibration.default_fmr if args.fmr is None else args.fmr
     return calibration.threshold_at(rate), rate
 
 

@@ -27,6 +27,7 @@ from plsc.signing import CALIBRATION, read_signed
 
 FORMAT = "plsc calibration"
 VERSION = 1
+DEFAULT_FMR = 1e-4  # of a service whose operator names none
 # Parsed from text: float("5e-05") is nearest to the decimal, 5 * 10.0**-5 need not be.
 RATES = (0.1, *(float(f"{digit}e-{power}") for power in range(2, 10) for digit in (5, 2, 1)))
 _ROUNDING = 1 + 1e-12  # rates are decimal; see plsc.evaluation.roc.allowed_impostors
@@ -60,6 +61,11 @@ class Calibration:
     impostor_pairs: int
     genuine_pairs: int
     points: tuple[OperatingPoint, ...]
+
+    @property
+    def default_fmr(self) -> float:
+        """The rate that a service keeps where none is named: 1e-4, or the smallest that was measured."""
+        return max(DEFAULT_FMR, self.points[-1].fmr)
 
     def point_at(self, fmr: float) -> OperatingPoint:
         """Return the loosest measured point whose rate is at most ``fmr``: between two points, the stricter.

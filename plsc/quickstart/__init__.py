@@ -16,9 +16,10 @@ class QuickstartPaths:
         run: the training run's directory.
         embeddings: the embedding set of the unseen identities.
         index: the index over it.
+        model: the exported backbone.
         report: the figures as JSON; the page lies beside it.
         gallery: the folder of the store in which the unseen identities are enrolled.
-        queries: pictures to search by, of people who are in the gallery and of some who are not.
+        queries: pictures to search by: of people who are found, of one who is refused, of some who are not enrolled.
         calibration: which cosine holds which false-match rate, measured on the people of the gallery.
         serve_arguments: of plsc, to serve the gallery.
         serve_command: the same as a line for a shell.
@@ -28,9 +29,9 @@ class QuickstartPaths:
         self.out, self.unseen, self.config, self.overrides = out, unseen, config, overrides
         self.run, self.embeddings, self.index = out / "run", out / "unseen.emb", out / "unseen.idx"
         self.report, self.gallery, self.queries = out / "report.json", out / "gallery", out / "queries"
-        self.calibration = out / "calibration.json"
+        self.calibration, self.model = out / "calibration.json", out / "model.onnx"
         self.serve_arguments = [
-            "serve", "--model", str(out / "model.onnx"), "--store", f"{self.gallery}/",
+            "serve", "--model", str(self.model), "--store", f"{self.gallery}/",
             "--calibration", str(self.calibration), "--keep-thumbnails",
         ]  # fmt: skip
         self.serve_command = shlex.join(["plsc", *self.serve_arguments])

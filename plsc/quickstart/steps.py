@@ -160,12 +160,16 @@ def _search(index: Index) -> float:
 
 
 def _export(paths: QuickstartPaths) -> dict[str, Any]:
-    result = export_onnx(load_model(paths.run / "model.safetensors"), paths.out / "model.onnx")
+    result = export_onnx(load_model(paths.run / "model.safetensors"), paths.model)
     show(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
     return result
 
 
-def _fill(paths: QuickstartPaths, roc: Roc) -> dict[str, int]:
+def _fill(paths: QuickstartPaths, roc: Roc) -> dict[str, Any]:
     filled = fill_gallery(paths, EmbeddingSet(paths.embeddings), roc)
-    show(f"   {filled['people']} people, {filled['faces']:,} faces; {filled['queries']} pictures to search by")
+    show(
+        f"   {filled['people']} people, {filled['faces']:,} faces; of {filled['tried']} pictures that were kept back, "
+        f"{filled['passed']} find their person alone at the threshold {filled['threshold']:.3f}: "
+        f"{filled['found']} of them are left to search by"
+    )
     return filled
