@@ -166,7 +166,7 @@ def test_an_installation_without_extras_trains_and_names_the_extra_of_a_command(
         "export run --format onnx --out m.onnx": "it needs onnx: pip install 'plsc-torch[export]' brings it",
         "index build faces.emb --out idx": "it needs faiss: pip install 'plsc-torch[search]' brings it",
         "quickstart": "it takes every part of plsc once, and faiss, httpx, onnx, onnxruntime, onnxscript, uvicorn are "
-        "missing: pip install 'plsc-torch[all]'",
+        "missing: pip install 'plsc-torch[serve]'",
     }
     for command, line in commands.items():
         expected = f"plsc {command.split()[0]}: error: {line}\n"

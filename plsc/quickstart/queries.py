@@ -18,7 +18,7 @@ MARGIN = 0.02  # of a score from the threshold: far more than another decoder, b
 BEST = 2  # matches of a search that decide: its person's, and the next one's
 _LEFT = 10  # pictures of people who are found
 _STRANGERS_LEFT = 2
-_HARD = "hard-1"
+HARD = "hard-1"
 
 
 class Outcome(enum.Enum):
@@ -69,7 +69,7 @@ def choose_queries(
     places = np.unique(np.linspace(0, len(found) - 1, min(_LEFT, len(found)), dtype=np.int64))
     chosen = {found[place].name: found[place] for place in places}
     hard = max(refused, key=lambda trial: trial.matches[0].score, default=None)
-    files = dict(chosen) if hard is None else {**chosen, _HARD: hard}
+    files = dict(chosen) if hard is None else {**chosen, HARD: hard}
     files |= {f"stranger-{number}": trial for number, trial in enumerate(nobody[:_STRANGERS_LEFT], start=1)}
     figures = {
         "threshold": threshold,

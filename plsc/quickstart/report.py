@@ -18,6 +18,7 @@ from plsc.files import atomic_write
 from plsc.index import Index
 from plsc.progress import duration
 from plsc.quickstart import QuickstartPaths
+from plsc.quickstart.queries import HARD, MARGIN
 from plsc.quickstart.steps import QuickstartResult
 from plsc.train.metrics import read_metrics
 
@@ -36,7 +37,8 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
     slots = {
         "version": __version__,
         "serve": html.escape(paths.serve_command),
-        "queries": html.escape(f"{paths.queries}/"),
+        "queries": _queries(paths, report["gallery"]),
+        "threshold": f"{report['gallery']['threshold']:.2f}",
         "time": duration(report["seconds"]),
         "rate": f"{report['images_per_second']:,.0f}",
         "classes": f"{report['training']['classes']:,}",
@@ -61,6 +63,19 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
     with atomic_write(path) as tmp_path:
         tmp_path.write_text(Template(PAGE.read_text(encoding="utf-8")).substitute(slots), encoding="utf-8")
     return path
+
+
+def _queries(paths: QuickstartPaths, gallery: dict[str, Any]) -> str:
+    """What the pictures to search by show, and how they were chosen."""
+    folder, hard, one = html.escape(f"{paths.queries}/"), gallery["hard"], gallery["found"] == 1
+    found = f"{gallery['found']} {'avatar finds its namesake' if one else 'avatars find their namesakes'}"
+    refused = f", <code>{HARD}.jpg</code> shows {html.escape(hard)} and is refused" if hard else ""
+    return (
+        f"Drop a picture of <code>{folder}</code> on the page: {found}{refused}, and a stranger finds nobody. They "
+        f"were chosen so. Of {gallery['tried']:,} pictures that were not enrolled, {gallery['passed']:,} match their person "
+        f"and nobody else at the service's threshold of {gallery['threshold']:.3f}, with {MARGIN} to spare; of "
+        f"{gallery['strangers_tried']} strangers, {gallery['strangers_refused']} match nobody."
+    )
 
 
 # Figures ------------------------------------------------------------------------------------------------------------

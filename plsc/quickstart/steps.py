@@ -27,6 +27,7 @@ from plsc.parallel.launch import launch
 from plsc.progress import show
 from plsc.quickstart import QuickstartPaths
 from plsc.quickstart.gallery import clear_gallery, fill_gallery
+from plsc.train.metrics import read_metrics
 
 T = TypeVar("T")
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -53,7 +54,8 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
     start = time.monotonic()
     make_folder(paths.out)
     _clear_finished(paths)
-    training = _step("1/7 train on drawn identities", lambda: _train(paths))
+    latest = _step("1/7 train on drawn identities", lambda: _train(paths))
+    training = _of_all_starts(paths, latest)
     evaluating = "2/7 evaluate on identities never seen in training, and compare"
     curves, rocs = _step(evaluating, lambda: _evaluate(paths))
     embedding = ["embed", str(paths.run), "--data", paths.unseen, "--out", str(paths.embeddings), "--workers", "0"]
@@ -65,7 +67,7 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
     gallery = _step("7/7 enrol the unseen identities in a gallery", lambda: _fill(paths, rocs["trained"]))
     report = {
         **{name: {key: result[key] for key in result if key not in _CURVES} for name, result in curves.items()},
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(time.monotonic() - start + training["seconds"] - latest["seconds"], 1),
         "images_per_second": round(training["images_per_second"], 1),
         "index": {**index.manifest["recall"], "kind": index.kind, "rows": len(index), "neighbour_is_same": same},
         "export": {key: exported[key] for key in ("format", "max_abs_error", "max_abs_value", "bytes")},
@@ -100,6 +102,15 @@ def _train(paths: QuickstartPaths) -> dict[str, Any]:
     _launch([*arguments, "--eval.sets", "[]", *paths.overrides])
     training: dict[str, Any] = read_json(result_path)
     return training
+
+
+def _of_all_starts(paths: QuickstartPaths, latest: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the whole training, by its metrics: ``latest`` has those since it was resumed."""
+    lines = [line for line in read_metrics(paths.run) if line.get("loss") is not None]
+    spans = np.diff([0, *(line["step"] for line in lines)]) * [line["time"]["step"] for line in lines]
+    seconds, images = float(spans.sum()), float(spans @ [line["images_per_second"] for line in lines])
+    whole = {"seconds": seconds, "images": round(images), "images_per_second": images / seconds}
+    return {**latest, **whole, "loss": lines[-1]["loss"]}
 
 
 def _launch(arguments: list[str]) -> None:
