@@ -72,7 +72,7 @@ def _queries(paths: QuickstartPaths, gallery: dict[str, Any]) -> str:
     refused = f", <code>{HARD}.jpg</code> shows {html.escape(hard)} and is refused" if hard else ""
     return (
         f"Drop a picture of <code>{folder}</code> on the page: {found}{refused}, and a stranger finds nobody. They "
-        f"were chosen so. Of {gallery['tried']:,} pictures that were not enrolled, {gallery['passed']:,} match their person "
+        f"were chosen so. Of {gallery['tried']:,} pictures not enrolled, {gallery['passed']:,} match their person "
         f"and nobody else at the service's threshold of {gallery['threshold']:.3f}, with {MARGIN} to spare; of "
         f"{gallery['strangers_tried']} strangers, {gallery['strangers_refused']} match nobody."
     )

@@ -40,7 +40,7 @@ SETTINGS = {
     "install.md": Setting(replaced=QUICK_DOCTOR),
     "gpu.md": Setting(replaced=QUICK_DOCTOR),
     "README.md": Setting(
-        files="quickstart/model.onnx quickstart/calibration.json",
+        files="model.onnx photos/ someone.jpg quickstart/model.onnx quickstart/calibration.json",
         names={"backbone": torch.nn.Linear(4, 512), "loader": [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]},
         replaced={
             "10_000_000": "1_000",  # the table of ten million classes takes 15 GB

@@ -25,14 +25,14 @@ pytestmark = pytest.mark.slow
 
 SMALL = (
     *("--data.train", "avatars:80x8", "--data.image_size", "32", "--data.batch_size", "16"),
-    *("--epochs", "4", "--embedding_dim", "16", "--log.every_steps", "1"),
+    *("--epochs", "10", "--embedding_dim", "16", "--log.every_steps", "1"),
 )
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     paths = QuickstartPaths(
-        tmp_path_factory.mktemp("quickstart") / "out", unseen="avatars:24x6@1000000", overrides=SMALL
+        tmp_path_factory.mktemp("quickstart") / "out", unseen="avatars:40x6@1000000", overrides=SMALL
     )
     result = run_quickstart(paths)
     return paths, result, write_report(paths, result)
@@ -55,8 +55,8 @@ def test_report_holds_what_its_readers_expect(finished):
             "identities",
         }
         assert set(report[name]) >= expected
-        assert report[name]["images"] == 144
-        assert report[name]["identities"] == 24
+        assert report[name]["images"] == 240
+        assert report[name]["identities"] == 40
     assert report["seconds"] > 0
     assert report["images_per_second"] > 0
     assert report["index"]["recall@1"] == 1.0
@@ -105,7 +105,7 @@ def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finis
     assert f"plsc {line}".replace("quickstart/", f"{paths.out}/") == paths.serve_command
     assert paths.serve_command in html.unescape((paths.out / "report.html").read_text(encoding="utf-8"))
 
-    people = {f"avatar-{number}" for number in range(1_000_000, 1_000_024)}
+    people = {f"avatar-{number}" for number in range(1_000_000, 1_000_040)}
     queries = {path.stem: path.read_bytes() for path in paths.queries.iterdir()}
     named, told = people & queries.keys(), read_json(paths.report)["gallery"]
     assert len(named) == min(told["passed"], 10) == told["found"] > 0
@@ -114,7 +114,7 @@ def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finis
         info = client.info()
         assert info["false_match_rate"] >= 1e-4
         assert info["threshold"] == told["threshold"]
-        assert client.collection("people").faces == 120
+        assert client.collection("people").faces == 200
         found = {name: dropped(address, picture) for name, picture in queries.items()}
         for name, matches in found.items():
             judged = [match["person"]["name"] for match in matches if match["same_person"]]
@@ -145,7 +145,7 @@ def test_a_resumed_quickstart_reports_the_whole_training(finished):
     }
     whole = steps._of_all_starts(paths, resumed)
     assert {key: whole[key] for key in result.report["training"]} == result.report["training"]
-    assert whole["images"] == 80 * 32  # of two ranks
+    assert whole["images"] == 200 * 32  # of two ranks
     assert whole["seconds"] > 0
 
 
@@ -177,7 +177,7 @@ def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):
     assert not (paths.run / "left.txt").exists()
     assert again.report["training"]["steps"] == result.report["training"]["steps"]
     after = metrics(paths)
-    assert [row["step"] for row in after] == [row["step"] for row in before] == list(range(1, 81))
+    assert [row["step"] for row in after] == [row["step"] for row in before] == list(range(1, 201))
     assert after[0]["loss"] == before[0]["loss"]  # in later steps bfloat16 makes much of a last bit
     assert again.report["trained"].keys() == result.report["trained"].keys()
 
