@@ -1,6 +1,10 @@
 """Exceptions whose message is one line for a person: the problem and its fix, never a traceback."""
 
+import re
 import reprlib
+
+_PASSWORD = re.compile(r"(password\s*=\s*)('(?:\\.|[^'])*'|[^\s&]+)", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"://\S*@")
 
 
 class PlscError(Exception):
@@ -54,6 +58,11 @@ class DeadlineError(PlscError):
 def first_line(error: BaseException) -> str:
     """The message of a foreign error (a library's, often many lines), cut to one line of at most 200 characters."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def masked(text: str) -> str:
+    """``text`` without the passwords of addresses in it: those of ``password=…``, and what stands before @ in a URL."""
+    return _USER_OF_URL.sub("://***@", _PASSWORD.sub(r"\1***", text))
 
 
 def quoted(value: object) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-from plsc.errors import PlscError, UsageError
+from plsc.errors import PlscError, UsageError, masked
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
 from plsc.progress import note, printable, show, write
@@ -380,6 +380,7 @@ def is_launched() -> bool:
 
 def _fail(command: str, message: str, code: int) -> int:
     """Print the one line of a failure and return its exit code; of several ranks, one prints, and the process ends."""
+    message = masked(message)  # it may quote a word of the command line
     if not is_launched():
         print_error(command, message)
         return code

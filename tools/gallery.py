@@ -155,11 +155,12 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.sqlite import backup, schema
     from plsc.gallery.sqlite.store import SqliteStore
 
-    if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
+    is_folder = store_folder(args.store) is not None
+    if is_folder and holds_manifest(Path(args.store), transfer.COPY_FORMAT):
         collections = [asdict(info) for info, _ in transfer.read_copy(Path(args.store))]
         show(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
-    if holds_manifest(Path(args.store), backup.FORMAT):
+    if is_folder and holds_manifest(Path(args.store), backup.FORMAT):
         return _check_snapshot(args, backup.read_snapshot(Path(args.store)), schema.VERSION)
     if args.keys is not None:
         raise UsageError("--keys: a store has its own; it is for a snapshot")
@@ -172,8 +173,8 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
             result = store.check(args.snapshots)
         else:
             raise UsageError("--snapshots: a store on a server keeps copies; check each by its name")
-    show(f"{args.store}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
-    return {"store": args.store, **result}
+    show(f"{display_name(args.store)}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
+    return {"store": display_name(args.store), **result}
 
 
 def _check_snapshot(args: argparse.Namespace, manifest: dict[str, Any], present: int) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
         result = store.statistics()
     for name, figures in result.items():
         show(f"{name}: {counted(int(figures['rows']), 'face')}")
-    return {"store": args.store, "collections": result}
+    return {"store": display_name(args.store), "collections": result}
 
 
 def _delete_expired(store: Store, args: argparse.Namespace) -> None:
@@ -231,14 +232,15 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
     if holds_manifest(Path(args.snapshot), transfer.COPY_FORMAT):
         with _opened(args, create=True) as store:
             collections = [asdict(info) for info in transfer.copy_into(store, Path(args.snapshot))]
-        show(f"{args.store}: {_counts(collections)}")
-        return {"store": args.store, "collections": collections}
+        show(f"{display_name(args.store)}: {_counts(collections)}")
+        return {"store": display_name(args.store), "collections": collections}
     if store_folder(args.store) is None:
-        raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
+        to = display_name(args.store)
+        raise UsageError(f"a snapshot becomes a folder, not one in {to}; then export its collections and import them")
     result = restore(args.snapshot, args.store, key_file=args.encrypt, keys=args.keys)
     left_out = result.get("left_out")
     since = f"; {counted(left_out, 'person')} left out, deleted or given other faces since" if left_out else ""
-    show(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{since}")
+    show(f"{display_name(args.store)}: {_counts(result['collections'])}, as of {result['created']}{since}")
     return result
 
 
@@ -262,13 +264,15 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
         f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
         f"{counted(result['left_out'], 'row')} left out"
     )
-    return {"store": args.store, "collection": args.collection, **result}
+    return {"store": display_name(args.store), "collection": args.collection, **result}
 
 
 def _audit(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.audit import audit_path, read_lines
     from plsc.serve.audit_chain import log_files, parse_head, verify
 
+    if store_folder(args.store) is None:
+        raise UsageError(f"{display_name(args.store)} keeps no audit log; name the file of plsc serve --audit")
     path = audit_path(Path(args.store))
     if not args.verify:
         if args.head is not None:
@@ -294,7 +298,7 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"{display_name(args.store)} keeps its own files, and has no key file")
     keys = rotate_key(Path(args.store), args.encrypt, args.new_key)
     show(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
-    return {"store": args.store, "keys": keys}
+    return {"store": display_name(args.store), "keys": keys}
 
 
 def _migrate(args: argparse.Namespace) -> dict[str, Any]:
@@ -311,7 +315,7 @@ def _migrate(args: argparse.Namespace) -> dict[str, Any]:
             own = args.thumbnails or (None if folder is None else folder / "thumbnails")
             options = {"flip": args.flip, "thumbnails": own, "adapter": args.adapter}
             done = offline.fill(store, name, embedder, **options)
-            return {"store": args.store, **done, **offline.tell_status(store, name)}
+            return {"store": display_name(args.store), **done, **offline.tell_status(store, name)}
         thresholds = {"threshold": args.threshold, "new_threshold": args.new_threshold}
         steps: dict[str, Any] = {
             "report": lambda: offline.report(store, name, thresholds, args.plot),
@@ -323,7 +327,7 @@ def _migrate(args: argparse.Namespace) -> dict[str, Any]:
         }
         result = steps[args.step]()
         told = {} if args.step in ("finish", "cancel", "report") else offline.tell_status(store, name)
-    return {"store": args.store, "collection": name, **result, **told}
+    return {"store": display_name(args.store), "collection": name, **result, **told}
 
 
 def _enrol(args: argparse.Namespace) -> dict[str, Any]:

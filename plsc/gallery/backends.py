@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from plsc.errors import UsageError
 from plsc.extensions import Registry
 from plsc.gallery.sqlite import COMPACT_WITHIN
+from plsc.nearest import nearest
 
 if TYPE_CHECKING:
     from plsc.gallery.store import Store
@@ -108,5 +110,13 @@ def display_name(spec: str | Path) -> str:
 
 
 def _server(spec: str | Path) -> Server | None:
-    scheme, colon, _ = str(spec).partition(":")
-    return SERVERS.find(scheme) if colon else None
+    """The backend that ``spec`` names, None for a folder; :class:`UsageError` for an address without its scheme."""
+    scheme, colon, address = str(spec).partition(":")
+    found = SERVERS.find(scheme) if colon else None
+    if found is None and colon:
+        near = nearest(scheme, list(SERVERS))
+        is_url = address.startswith("//")
+        if is_url or (near and not os.path.exists(spec)):  # noqa: PTH110 (an address may be too long for a path)
+            meant = f"; did you mean {near[0]}:{f'{scheme}://…' if is_url else '…'}?" if near else ""
+            raise UsageError(f"{scheme}: is no kind of store{meant or f': give a folder, {SPEC_FORMS}'}")
+    return found

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from plsc.errors import StorageError, UsageError
+from plsc.errors import StorageError, UsageError, masked
 from plsc.gallery.milvus_client import MilvusServer, RegistryEntry
 from plsc.gallery.milvus_rows import MilvusRows
 from plsc.gallery.rows import Change
@@ -64,13 +64,15 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
         import pymilvus  # noqa: F401
     except ImportError:
         raise UsageError("a store in Milvus needs pymilvus: pip install 'plsc-torch[milvus]'") from None
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            f"{ascii(uri)[:200]} is no address of a Milvus server; it looks like http://HOST:19530/DATABASE"
-        )
+    try:
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError
+        address = f"{parts.scheme}://{parts.hostname}:{parts.port or 19530}"
+    except ValueError:  # also of a port that is no number
+        what = ascii(masked(uri))[:200]
+        raise UsageError(f"{what} is no address of a Milvus server; it looks like http://HOST:19530/DATABASE") from None
     token = token or (f"{parts.username}:{parts.password}" if parts.username else "")
-    address = f"{parts.scheme}://{parts.hostname}:{parts.port or 19530}"
     return MilvusStore(MilvusServer(address, token, parts.path.strip("/"), timeout))
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc.errors import StorageError, UsageError
+from plsc.errors import StorageError, UsageError, masked
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.values import Collection, Float32, Person
 
@@ -175,7 +175,7 @@ class MilvusServer:
             yield
         except (MilvusException, grpc.RpcError, grpc.FutureTimeoutError) as error:
             self._loaded.clear()  # a server that was restarted may have nothing loaded
-            line = str(getattr(error, "message", error)).strip().partition("\n")[0][:300]
+            line = masked(str(getattr(error, "message", error)).strip().partition("\n")[0])[:300]
             raise StorageError(f"the Milvus store failed: {line or type(error).__name__}") from None
 
     def _load(self, name: str) -> None:

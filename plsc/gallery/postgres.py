@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plsc.errors import StorageError, UsageError
+from plsc.errors import StorageError, UsageError, masked
 from plsc.gallery import postgres_rows as rows
 from plsc.gallery.person_search import group_by_person
 from plsc.gallery.postgres_rows import PostgresRows
@@ -37,11 +37,12 @@ _CONNECT_SECONDS = 10.0  # to get a connection from the pool
 def open_postgres(dsn: str) -> "PostgresStore":
     """Open the gallery in the database that ``dsn`` names (``host=… dbname=…`` or ``postgresql://…``).
 
-    Creates the tables if they are missing.
+    What it leaves out is taken from PGHOST, PGPASSWORD and their like, and a password from ~/.pgpass or PGPASSFILE. No
+    error shows a password. Creates the tables if they are missing.
 
     Raises:
         UsageError: the Python packages are not installed, or the database is not in UTF-8.
-        StorageError: the database cannot be reached, or has no pgvector.
+        StorageError: ``dsn`` is none, or the database cannot be reached, or has no pgvector.
     """
     try:
         import pgvector.psycopg  # noqa: F401
@@ -49,12 +50,36 @@ def open_postgres(dsn: str) -> "PostgresStore":
         import psycopg_pool  # noqa: F401
     except ImportError:
         raise UsageError("a store in Postgres needs more packages: pip install 'plsc-torch[postgres]'") from None
+    if dsn.startswith("//"):  # of postgres://…
+        dsn = f"postgresql:{dsn}"
+    password = _password_of(dsn)
     try:
         with psycopg.connect(dsn) as connection:
             _prepare(connection)
     except psycopg.Error as error:
-        raise StorageError(f"the Postgres store cannot be opened: {_first_line(error)}") from None
+        raise StorageError(f"the Postgres store cannot be opened: {_first_line(error, password)}") from None
     return PostgresStore(dsn)
+
+
+def _password_of(dsn: str) -> str:
+    """The password in ``dsn``, "" without; :class:`StorageError` where it is no DSN: libpq would quote a part of it."""
+    from psycopg import ProgrammingError
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        parts = conninfo_to_dict(dsn)
+    except ProgrammingError:
+        raise StorageError(
+            "the Postgres store cannot be opened: the text after postgres: is no DSN (not shown: it may hold a "
+            "password); write host=H dbname=D user=U or postgresql://HOST/DATABASE, or nothing, and set PGHOST and the "
+            "like, and PGPASSFILE"
+        ) from None
+    if "://" in dsn and "@" in f"{parts.get('host', '')}{parts.get('dbname', '')}":
+        raise StorageError(
+            "the Postgres store cannot be opened: the DSN has more than one @; write those of a password as %40, and "
+            "/ as %2F"
+        )
+    return str(parts.get("password") or "")
 
 
 class PostgresStore(Store):
@@ -224,5 +249,6 @@ def _configure(connection: Any) -> None:
     connection.commit()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+def _first_line(error: Exception, password: str = "") -> str:
+    line = masked(str(error).strip().partition("\n")[0])
+    return (line.replace(password, "***") if password else line)[:300] or type(error).__name__

@@ -9,6 +9,9 @@ import torch
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
+from plsc.errors import UsageError
+from plsc.gallery.backends import open_store
+from plsc.gallery.sqlite.schema import VERSION
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import write_copy
@@ -48,7 +51,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text()) == {
         "store": str(store),
-        "version": 3,
+        "version": VERSION,
         "collections": 1,
         "persons": 3,
         "faces": 5,
@@ -61,7 +64,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert gallery("snapshot", store, "--out", tmp_path / "copy") == 0
     assert gallery("check", tmp_path / "copy") == 0
-    assert "a sound snapshot; version 3; people: 3 persons, 5 faces" in capsys.readouterr().out
+    assert f"a sound snapshot; version {VERSION}; people: 3 persons, 5 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
     assert (
         gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report, "--overwrite")
@@ -155,3 +158,56 @@ def test_a_wrong_request_gets_one_line(
     assert message.startswith("plsc gallery: error:")
     assert message.count("\n") == 0
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("store", "line"),
+    [
+        (
+            "postgresql://ada:geheim@db/gallery",
+            "postgresql: is no kind of store; did you mean postgres:postgresql://…?",
+        ),
+        ("Postgres:host=db password=geheim", "did you mean postgres:…?"),
+        ("redis://ada:geheim@db", "redis: is no kind of store: give a folder, milvus:URI or postgres:DSN"),
+        ("pg:password='geheim x'", "there is no store pg:password=***"),
+        ("postgres:host=db password=my geheim", "no DSN (not shown: it may hold a password)"),
+        ("postgres:host=db\tpassword=x pasword=geheim" + " " * 300, "no DSN (not shown: it may hold a password)"),
+        ("postgres:postgresql://ada:%zzgeheim@db/gallery", "no DSN (not shown: it may hold a password)"),
+        (
+            "postgres:postgresql://ada:p@geheim@db/gallery",
+            "more than one @; write those of a password as %40, and / as %2F",
+        ),
+        ("milvus:tcp://ada:geheim@db", "'tcp://***@db' is no address of a Milvus server"),
+        ("milvus:http://ada:geheim@db:port", "'http://***@db:port' is no address of a Milvus server"),
+    ],
+)
+def test_no_error_shows_a_password(
+    store: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("psycopg")
+    pytest.importorskip("pymilvus")
+    monkeypatch.chdir(tmp_path)
+    assert gallery("check", store) in (1, 2)
+    told = capsys.readouterr()
+    assert line in told.err
+    for words in (
+        ["import", store, "people", "nowhere"],
+        ["audit", store],
+        ["restore", "nowhere", "--store", store],
+        ["check", "postgres:host=db", "password=geheim"],
+        ["rotate-key", store, "--encrypt", "a", "--new-key", "b"],
+    ):
+        assert gallery(*words) in (1, 2)
+        told = capsys.readouterr()
+        assert "geheim" not in told.out + told.err, words
+    assert list(tmp_path.iterdir()) == [], "no folder of the name"
+
+
+def test_an_address_of_a_server_is_no_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for spec in ("postgresql://ada:geheim@db/gallery", "Postgres:host=db"):
+        with pytest.raises(UsageError, match="did you mean postgres:"):
+            open_store(spec)
+    Path("postgre:1").mkdir()
+    open_store("postgre:1").close()  # a folder that is there
+    open_store("people:2026").close()

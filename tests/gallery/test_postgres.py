@@ -10,11 +10,13 @@ import pytest
 from support.stores import Servers
 
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, StorageError, UsageError
+from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.postgres import PostgresStore, open_postgres
 from plsc.gallery.postgres_rows import _metadata_json, filter_clause, find_collection
 from plsc.gallery.transfer import read_copy
 from plsc.gallery.values import NewPerson
+from plsc.tools.entry import main
 
 
 @pytest.fixture
@@ -219,3 +221,36 @@ def test_values_are_parameters() -> None:
     assert _metadata_json({"a": 2.0**60 + 2**10, "b": 0.1, "c": True}) == (
         '{"a": 1152921504606848000.0, "b": 0.1, "c": true}'
     )
+
+
+def test_no_command_shows_the_password(
+    dsn: str, store: PostgresStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from psycopg.conninfo import make_conninfo
+
+    spec = f"postgres:{make_conninfo(dsn, password='geheim')}"
+    report = tmp_path / "report.json"
+    for words in (
+        ["check", spec],
+        ["compact", spec],
+        ["snapshot", spec, "--out", str(tmp_path / "copy")],
+        ["export", spec, "people", "--out", str(tmp_path / "people.emb")],
+        ["import", spec, "others", str(tmp_path / "people.emb")],
+        ["migrate", spec, "--status"],
+    ):
+        main(["gallery", *words, "--json", str(report), "--overwrite"])
+        told = capsys.readouterr()
+        assert told.out + told.err
+        assert "geheim" not in told.out + told.err + (report.read_text() if report.exists() else ""), words
+    assert main(["gallery", "check", spec]) == 0
+    assert capsys.readouterr().out.startswith("postgres: sound; ")
+    assert main(["gallery", "check", f"{spec} port=geheim host=127.0.0.1"]) == 1
+    assert 'cannot be opened: connection is bad: invalid integer value "***"' in capsys.readouterr().err
+
+
+def test_what_a_dsn_leaves_out_comes_from_the_environment(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from psycopg.conninfo import conninfo_to_dict
+
+    for name, value in conninfo_to_dict(dsn).items():
+        monkeypatch.setenv({"dbname": "PGDATABASE"}.get(name, f"PG{name.upper()}"), str(value))
+    open_store("postgres:").close()
