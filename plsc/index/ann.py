@@ -13,8 +13,10 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, get_args
 
@@ -36,7 +38,9 @@ ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
 MIN_ROWS = {"ivf": 400, "hnsw": 20, "pq": 10_000}  # PQ learns 256 codes from 39 rows each
 HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_MAX_EFFORT = 32, 128, 4096
 TUNED_FOR = 10  # nearest rows: the effort is tuned, and the recall measured, to find these
-SCAN_BELOW = 4  # where at most one row in so many is allowed, those alone are scanned, which is as much cheaper
+# Where at most one row in so many is allowed, those alone are scanned, which is as much cheaper; where more than one in
+# so many is asked for, all are.
+SCAN_BELOW = 4
 _ADDED_AT_ONCE = {"ivf": 65536, "pq": 65536, "hnsw": 4096}  # rows
 _RERANK_FACTOR = 10  # compressed rows taken for each one wanted: what compression misorders is among them
 _RERANKED_AT_ONCE = 32  # queries whose rows are read together
@@ -100,26 +104,19 @@ class ApproximateSearch:
         k = min(k, count)
         if count * SCAN_BELOW <= len(self) or not k:
             return self._exact.search(queries, k, allowed=allowed)
-        scores, rows = self._structure_and_held_out(queries, k, allowed)
-        short = (rows < 0).any(axis=1)
-        if short.any():
-            scores[short], rows[short] = self._exact.search(queries[short], k, allowed=allowed)
+        held_out, vectors, inside = self.held_out, self._held_out_vectors, None
+        if allowed is not None:
+            inside, kept = allowed[self._inside], allowed[self.held_out]
+            held_out, vectors = held_out[kept], vectors[kept]
+        rows = Rows(self._inside, held_out, vectors)
+        exact = partial(self._exact.search, k=k, allowed=allowed)
+        scores, found = search_all(self.structure, queries, k, rows, exact, allowed=inside)
         self.monitor.record(queries, scores, allowed)
-        return scores, rows
+        return scores, found
 
     def monitor_recall(self) -> None:
         """Ask some of the queries since the last call again, exactly; slow, for a thread that nobody waits for."""
         self.monitor.compare(self._exact)
-
-    def _structure_and_held_out(self, queries: Float32, k: int, allowed: Mask | None) -> tuple[Float32, Int64]:
-        inside = None if allowed is None else allowed[self._inside]
-        scores, rows = search(self.structure, queries, min(k, len(self._inside)), allowed=inside)
-        rows = np.where(rows >= 0, self._inside[rows], -1)
-        held_out, vectors = self.held_out, self._held_out_vectors
-        if allowed is not None:
-            held_out, vectors = held_out[allowed[self.held_out]], vectors[allowed[self.held_out]]
-        more = knn(queries, vectors, k)
-        return merge_topk((scores, rows), (more[0], held_out[more[1]]), k)
 
 
 class Reranked:
@@ -160,31 +157,87 @@ def faiss_index(structure: Any) -> Any:
     return structure.index if isinstance(structure, Reranked) else structure
 
 
-def search(structure: Any, queries: Float32, k: int, *, allowed: Mask | None = None) -> tuple[Float32, Int64]:
+@dataclass(frozen=True)
+class Rows:
+    """What is searched.
+
+    Attributes:
+        inside: (n,) numbers of the structure's rows; None: they are those of the structure.
+        held_out: (H,) numbers of rows outside the structure that may be found.
+        vectors: (H, D) those rows.
+    """
+
+    inside: Int64 | None
+    held_out: Int64
+    vectors: Float32
+
+
+def search_all(
+    structure: Any,
+    queries: Float32,
+    k: int,
+    rows: Rows,
+    exact: Callable[[Float32], tuple[Float32, Int64]],
+    *,
+    allowed: Mask | None = None,
+) -> tuple[Float32, Int64]:
+    """Search a structure and the rows held out of it; exactly, where the structure comes up with fewer than there are.
+
+    Rows that are not allowed are dropped from what the structure finds among all. A search for allowed rows alone would
+    end in cells or links near the query, however few of those rows lie there, and miss the nearest of those elsewhere.
+
+    Args:
+        structure: over n rows.
+        queries: (Q, D) float32 of length 1.
+        k: how many rows for each query, at most as many as may be found.
+        rows: of the structure, and beside it.
+        exact: finds the ``k`` best rows of all that are allowed, for some of the queries.
+        allowed: (n,), True for the rows of the structure that may be found; None: all.
+
+    Returns:
+        Scores and numbers of rows (Q, k), best first.
+    """
+    count = int(structure.ntotal if allowed is None else np.count_nonzero(allowed))
+    wanted = min(k, count)
+    share = count / max(1, int(structure.ntotal))
+    # As many as hold those wanted where allowed rows lie among the others by chance, but for some of a hundred queries.
+    asked = math.ceil((wanted + 3 * math.sqrt(wanted * (1 - share))) / share) if wanted else 0
+    if asked * SCAN_BELOW > structure.ntotal:
+        return exact(queries)
+    scores, found = search(structure, queries, asked)
+    is_found = found >= 0 if allowed is None else (found >= 0) & allowed[found]
+    best = np.argsort(~is_found, axis=1, kind="stable")[:, :wanted]
+    short = np.count_nonzero(is_found, axis=1) < wanted
+    scores, found = np.take_along_axis(scores, best, axis=1), np.take_along_axis(found, best, axis=1)
+    beside = knn(queries, rows.vectors, k)
+    numbers = found if rows.inside is None else rows.inside[found]
+    scores, found = merge_topk((scores, numbers), (beside[0], rows.held_out[beside[1]]), k)
+    if short.any():
+        scores[short], found[short] = exact(queries[short])
+    return scores, found
+
+
+def search(structure: Any, queries: Float32, k: int) -> tuple[Float32, Int64]:
     """Search a structure alone.
 
     Returns:
-        Scores and rows (Q, k), best first; row -1 with score −inf where it came up with fewer. ``allowed`` (N,) are
-        the rows that may be found: the others are passed over while cells or links are walked. The effort is what ten
-        of all rows were found with; it grows as there are fewer rows or more to be found, since the k best of them lie
-        as much farther away.
+        Scores and rows (Q, min(k, n)), best first; row -1 with score −inf where it came up with fewer. The effort is
+        what ten rows were found with; it grows as more are to be found, since they lie as much farther away. Ten are
+        asked for where fewer are wanted: with a list of one, walks along links end early.
     """
-    options = {} if allowed is None and k <= TUNED_FOR else {"params": _parameters(structure, k, allowed)}
-    scores, rows = structure.search(np.ascontiguousarray(queries), k, **options)
-    return np.where(rows >= 0, scores, -np.inf).astype(np.float32), rows
+    asked = min(max(k, TUNED_FOR), int(structure.ntotal))
+    options = {} if asked <= TUNED_FOR else {"params": _parameters(structure, asked / TUNED_FOR)}
+    scores, rows = structure.search(np.ascontiguousarray(queries), asked, **options)
+    return np.where(rows >= 0, scores, -np.inf).astype(np.float32)[:, :k], rows[:, :k]
 
 
-def _parameters(structure: Any, k: int, allowed: Mask | None) -> Any:
+def _parameters(structure: Any, factor: float) -> Any:
+    """Parameters of a search with ``factor`` times the effort."""
     faiss = load_faiss()
-    factor, options = max(1.0, k / TUNED_FOR), {}
-    if allowed is not None:
-        options["sel"] = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-        factor *= len(allowed) / max(1, int(np.count_nonzero(allowed)))
     if hasattr(structure, "nprobe"):
-        nprobe = min(math.ceil(int(structure.nprobe) * factor), int(structure.nlist))
-        return faiss.SearchParametersIVF(nprobe=nprobe, **options)
+        return faiss.SearchParametersIVF(nprobe=min(math.ceil(int(structure.nprobe) * factor), int(structure.nlist)))
     effort = min(math.ceil(structure.hnsw.efSearch * factor), int(structure.ntotal))
-    return faiss.SearchParametersHNSW(efSearch=effort, **options)
+    return faiss.SearchParametersHNSW(efSearch=effort)
 
 
 def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:

@@ -48,7 +48,7 @@ from plsc.index.build import (
 from plsc.index.on_disk import LISTS_FILE
 from plsc.index.recall import Recall, recall_of
 from plsc.index.rows import unit_vectors
-from plsc.index.scan import ExactSearch, knn, merge_topk
+from plsc.index.scan import ExactSearch
 from plsc.index.tuning import BuildOptions, exact_recall
 from plsc.signing import is_asked_for, require_signed
 
@@ -258,13 +258,8 @@ class Index:
         return None if label < 0 else self.class_names[label]
 
     def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
-        inside = ann.search(self.structure, queries, min(k, len(self.base)))
-        short = (inside[1] < 0).any(axis=1)
-        held_out = knn(queries, self.held_out_vectors, k)
-        scores, rows = merge_topk(inside, (held_out[0], held_out[1] + len(self.base)), k)
-        if short.any():
-            scores[short], rows[short] = self._exact.search(queries[short], k)
-        return scores, rows
+        beside = ann.Rows(None, np.arange(len(self.base), len(self)), self.held_out_vectors)
+        return ann.search_all(self.structure, queries, k, beside, lambda some: self._exact.search(some, k))
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:

@@ -81,22 +81,45 @@ def test_a_filter_never_leaves_too_few(search, gallery, share, k):
     assert (scores >= truth[:, -1:] - 1e-5).mean() >= 0.93
 
 
+@pytest.mark.parametrize("share", [0.7, 0.45, 0.3])
+@pytest.mark.parametrize("k", [1, 10, 60, ROWS])
+def test_rows_that_are_allowed_far_from_the_query_are_found(search, gallery, share, k):
+    """Cells and links near the query hold rows that are not allowed, but a few; so do not the rows held out."""
+    vectors, queries = gallery[0], people(40, 2)[0]
+    direction = unit(queries[:1])[0]
+    queries = unit(queries + 4 * direction)
+    allowed = vectors @ direction < np.quantile(vectors @ direction, share)
+    assert allowed[search.held_out].any()
+    scores, rows = search.search(queries, k, allowed=allowed)
+    assert allowed[rows].all()
+    truth = -np.sort(-(queries @ vectors[allowed].T), axis=1)[:, :k]
+    assert scores.shape == truth.shape
+    assert (scores[:, 0] >= truth[:, 0] - 1e-5).mean() >= 0.95
+    assert (scores >= truth[:, -1:] - 1e-5).mean() >= 0.95
+
+
 def test_a_query_that_finds_too_few_is_searched_exactly(gallery):
-    """Near the first query lie three rows that may be found; all others lie in cells near the second."""
+    """Near the first query lie no rows that may be found; all of them lie in cells near the second."""
     vectors, query = gallery[0], people(1, 2)[0]
     queries = np.concatenate([query, -query])
     structure = ann.train_and_add("ivf", vectors, 0, quiet=True)
     ann.set_effort(structure, "ivf", 1)
     nearest = np.argsort(-(vectors @ query[0]))
     allowed = np.zeros(ROWS, dtype=bool)
-    allowed[nearest[:3]] = allowed[nearest[-ROWS // 3 :]] = True
-    found = ann.search(structure, queries, 10, allowed=allowed)[1]
-    assert 0 < (found[0] >= 0).sum() < 10 == (found[1] >= 0).sum()
+    allowed[nearest[-ROWS // 3 :]] = True
+    asked = []
+
+    class Counted(ExactScan):
+        def search(self, queries, k, *, allowed=None):
+            asked.append(len(queries))
+            return super().search(queries, k, allowed=allowed)
+
     none, exact = np.zeros(0, dtype=np.int64), ExactScan(vectors)
-    search = ApproximateSearch(structure, "ivf", vectors, none, exact, Recall(1, 1, 2))
-    _, rows = search.search(queries, 10, allowed=allowed)
-    np.testing.assert_array_equal(rows[0], exact.search(queries, 10, allowed=allowed)[1][0])
-    np.testing.assert_array_equal(rows[1], found[1])
+    search = ApproximateSearch(structure, "ivf", vectors, none, Counted(vectors), Recall(1, 1, 2))
+    _, rows = search.search(queries, 3, allowed=allowed)
+    assert asked == [1]
+    np.testing.assert_array_equal(rows[0], exact.search(queries, 3, allowed=allowed)[1][0])
+    np.testing.assert_array_equal(rows[1], ann.search(structure, queries[1:], 3)[1][0])
 
 
 def test_rows_held_out_are_found_and_filtered(search, gallery):
