@@ -50,8 +50,9 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
         pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, False)
     except RuntimeError:
         raise DataError(f"{name} is a broken JPEG image; replace or remove it") from None
-    exif = image_files.jpeg_exif(data)
-    return _turned(pixels, image_files.exif_orientation(exif)) if exif else pixels
+    if pixels.shape != (3, *size[::-1]):
+        raise DataError(f"{name} decodes to another size than its header's; replace or remove it")
+    return _turned(pixels, image_files.exif_orientation(image_files.jpeg_exif(data)))
 
 
 def read_image(path: Path, *, below: Path | None = None, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -93,6 +94,8 @@ def to_rgb_tensor(image: "ImageLike", name: str = "image") -> torch.Tensor:
 
 def _turned(image: torch.Tensor, orientation: int) -> torch.Tensor:
     """Turn (3, H, W) upright that has this EXIF orientation, 1 to 8."""
+    if orientation == 1:
+        return image
     if orientation >= 5:
         image = image.mT
     return image.flip([-2] * (orientation in (3, 4, 7, 8)) + [-1] * (orientation in (2, 3, 6, 7)))

@@ -47,14 +47,22 @@ PICTURE_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in 
 _HEIC_BRANDS = {brand + kind for brand in (b"hei", b"hev") for kind in (b"c", b"x", b"m", b"s")}
 _LONGEST_FTYP = 256  # bytes of the first box that are looked at: 60 brands
 _EXIF = b"Exif\0\0"
+_EXIF_PREFIXES = re.compile(rb"\A(?:Exif\0\0)+")  # some phones write two; Pillow and browsers skip all
 _ORIENTATION, _SHORT, _LONG = 0x0112, 3, 4  # a tag, and types of its value
 _TRANSPOSES = (  # by orientation, from 2 on: names in Pillow's Image.Transpose
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM"),
     *("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
 )
 _DIVISORS = (1, 2, 4, 8)  # of a JPEG's sides: libjpeg skips the rest of each 8x8 block's frequencies
+_TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags of a TIFF
+_HEIF_SIZE = b"ispe\0"  # the box of an image's size, and its version (ISO/IEC 23008-12, 6.5.3.2)
 _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in a JPEG's coded data: neither a stuffed byte nor a restart
+_FRAMES = frozenset((0xC0, 0xC1, 0xC2, 0xC9, 0xCA))  # those that every libjpeg decodes
+_SCAN, _END = 0xDA, 0xD9
+_FRAME_BYTES = 6  # of a frame header's content; each component adds 3
+# Markers after whose segments libjpeg reads on; what stands after others it reads in another way, or not at all.
+_SEGMENTS = _FRAMES | {0xC4, 0xCC, _SCAN, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE}
 
 
 class TooLargeError(DataError):
@@ -146,9 +154,12 @@ def decode_shrunk(
     try:
         with open_header(data, formats) as image:
             size, divisor = image.size, _shrink(image, name, max_pixels, max_jpeg_pixels)
+            for inner in _inner_sizes(image, data):
+                check_pixels(*inner, name, max_pixels)
             check_scans(data, name)
-            exif = jpeg_exif(data)
-            return Shrunk(to_rgb(image, exif), divisor, _shift(size, divisor, exif_orientation(exif or b"")))
+            pixels = to_rgb(image)
+            check_pixels(pixels.shape[1], pixels.shape[0], name, max_pixels)  # a decoder may find another size
+            return Shrunk(pixels, divisor, _shift(size, divisor, exif_orientation(_exif_of(image))))
     except Image.DecompressionBombError:
         raise TooLargeError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
     except DataError:
@@ -170,6 +181,19 @@ def _shrink(image: Any, name: str, max_pixels: int, max_jpeg_pixels: int) -> int
             return divisor
     check_pixels(width, height, name, max_pixels)
     return 1
+
+
+def _inner_sizes(image: Any, data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the sizes (width, height) of what a decoder makes whole besides the picture, which is a part of it."""
+    if image.format == "TIFF" and _TILE_WIDTH in image.tag_v2:
+        yield image.tag_v2[_TILE_WIDTH], image.tag_v2.get(_TILE_LENGTH, 1)
+    elif image.format == "HEIF":  # a crop shows a part of an image, and a grid's own size need not be the file's
+        place = data.find(_HEIF_SIZE)
+        while place >= 0:
+            yield tuple(int.from_bytes(data[place + at : place + at + 4], "big") for at in (8, 12))
+            place = data.find(_HEIF_SIZE, place + 1)
+        if grid := image.info.get("tiling"):
+            yield grid["image_width"], grid["image_height"]
 
 
 def _shift(size: tuple[int, int], divisor: int, orientation: int) -> tuple[int, int]:
@@ -196,21 +220,22 @@ def check_scans(data: bytes, name: str) -> None:
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return (width, height) from a JPEG's frame header (ITU T.81, B.2.2); None if there is none.
+    """Return (width, height) from a JPEG's frame header (ITU T.81, B.2.2), as libjpeg decodes it.
 
-    Pillow finds it too, but opening with Pillow costs a third of the time that decoding a 112x112 image takes.
+    None where libjpeg might find another one, or none: Pillow has to open the file. It finds the size of others too,
+    but in a third of the time that decoding a 112x112 image takes.
     """
-    for marker, start, _ in _segments(data):
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = data[start + 1 : start + 3], data[start + 3 : start + 5]
-            return (int.from_bytes(width, "big"), int.from_bytes(height, "big")) if len(width) == 2 else None
-    return None
-
-
-def jpeg_exif(data: bytes) -> bytes | None:
-    """Return the EXIF of a JPEG, several segments joined; empty if it has none, and None of what is no JPEG."""
-    if not data.startswith(b"\xff\xd8\xff"):
+    frames = [(start, end) for marker, start, end in _segments(data) if marker in _FRAMES]
+    if len(frames) != 1:
         return None
+    start, end = frames[0]
+    if end - start < _FRAME_BYTES or end - start != _FRAME_BYTES + 3 * data[start + 5]:
+        return None
+    return int.from_bytes(data[start + 3 : start + 5], "big"), int.from_bytes(data[start + 1 : start + 3], "big")
+
+
+def jpeg_exif(data: bytes) -> bytes:
+    """Return the EXIF of a JPEG that has a :func:`jpeg_size`, several segments joined; empty if it has none."""
     if _EXIF not in data:  # so it is in most crops; the search takes 1 us
         return b""
     parts = [data[start:end] for marker, start, end in _segments(data) if marker == 0xE1]
@@ -222,7 +247,7 @@ def exif_orientation(exif: bytes) -> int:
 
     The value is a SHORT. A LONG counts as well, as in Pillow, though EXIF does not allow it.
     """
-    tiff = exif.removeprefix(_EXIF)
+    tiff = _EXIF_PREFIXES.sub(b"", exif)
     order = _BYTE_ORDERS.get(tiff[:4])
     if order is None:
         return 1
@@ -269,17 +294,12 @@ def _heif_reader() -> tuple[str]:
     return ("HEIF",)
 
 
-def to_rgb(image: Any, exif: bytes | None = None) -> Pixels:
-    """Convert a Pillow image of any mode to uint8 (H, W, 3), upright, with transparent pixels on white.
-
-    Args:
-        image: the image; several frames: the present one.
-        exif: that of its file; None: what Pillow found.
-    """
+def to_rgb(image: Any) -> Pixels:
+    """Convert a Pillow image, of several frames the present one, to uint8 (H, W, 3), upright, transparent on white."""
     from PIL import Image
 
     image.load()  # a PNG's EXIF may follow its pixels
-    orientation = exif_orientation(_exif_of(image) if exif is None else exif)
+    orientation = exif_orientation(_exif_of(image))
     if orientation > 1:
         image = image.transpose(Image.Transpose[_TRANSPOSES[orientation - 2]])
     if image.mode.startswith("I"):  # 16 bits a pixel, or 32 that hold 16
@@ -303,29 +323,38 @@ def _exif_of(image: Any) -> bytes:
     return exif if isinstance(exif, bytes) else b""
 
 
-def _segments(data: bytes) -> Iterator[Segment]:
-    """Yield the segments of a JPEG that have a length, up to its first scan or what is none."""
+def _segments(data: bytes) -> list[Segment]:
+    """Return the segments of a JPEG to its first scan's header; none where libjpeg might read others.
+
+    libjpeg passes over bytes between segments, and has markers without a length and others that it refuses. A reader
+    that follows it in part takes for a size what libjpeg takes for the inside of a segment. This one ends at whatever is
+    no plain segment.
+    """
+    found: list[Segment] = []
     position = 2 if data.startswith(b"\xff\xd8\xff") else len(data)
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if marker == 0xFF:  # fill byte
             position += 1
-        elif marker == 0x01 or 0xD0 <= marker <= 0xDA:  # without a length, or a scan
-            return
-        else:
-            end = position + 2 + (data[position + 2] << 8 | data[position + 3])
-            yield marker, position + 4, end
-            position = end
+            continue
+        length = data[position + 2] << 8 | data[position + 3]
+        start, position = position + 4, position + 2 + length
+        if marker not in _SEGMENTS or length < 2 or position > len(data):
+            return []
+        found.append((marker, start, position))
+        if marker == _SCAN:
+            return found
+    return []
 
 
 def _count_scans(data: bytes) -> int:
-    """Scans of a JPEG up to its end, counted no further than the limit needs."""
+    """Scans of a JPEG up to its end, counted no further than the limit needs; never fewer than libjpeg decodes."""
     scans, position = 0, 2
     while scans <= MAX_SCANS and (found := _MARKER.search(data, position)) is not None:
         marker, position = data[found.end() - 1], found.end()
-        if marker == 0xD9:  # the end of the image: what follows is other data
+        if marker == _END and scans:  # what follows the image is other data; what follows tables alone is the image
             break
-        scans += marker == 0xDA
-        if marker != 0x01:  # all others here have a length
+        scans += marker == _SCAN
+        if marker in _SEGMENTS:  # after others libjpeg goes on at once, where it goes on
             position += int.from_bytes(data[position : position + 2], "big")
     return scans

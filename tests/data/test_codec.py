@@ -1,5 +1,6 @@
 """Every kind of picture becomes uint8 RGB; bombs and rubbish are refused by name."""
 
+import io
 import struct
 import tracemalloc
 import zlib
@@ -15,7 +16,7 @@ from support.pictures import stored
 from plsc.data import decode_image, read_image
 from plsc.data.codec import encode_image, image_pixels
 from plsc.errors import DataError
-from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size, suffix_of
+from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size, open_header, suffix_of
 from plsc.models.preprocessing import resize_image
 
 
@@ -100,6 +101,50 @@ def test_the_limit_is_a_parameter() -> None:
         assert decode_image(data, "x", max_pixels=24 * 16).shape == (3, 16, 24)
         with pytest.raises(DataError, match="x has 24 x 16 pixels"):
             decode_image(data, "x", max_pixels=24 * 16 - 1)
+
+
+def tiled_tiff(side: int, tile: int) -> bytes:
+    body = zlib.compress(bytes(tile * tile))
+    fields = {256: side, 257: side, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile, 323: tile, 324: 0, 325: len(body)}
+    place = 8 + 2 + 12 * len(fields) + 4
+    fields[324] = place
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in fields.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(4) + body
+
+
+def heic(side: int, shown: int, tile: int | None) -> bytes:
+    """Grey; ``shown`` pixels of a side's ``side`` by the header, because it is cropped, or a grid of tiles says so."""
+    import pillow_heif
+
+    file = io.BytesIO()
+    box = struct.pack(">I4s8I", 40, b"clap", shown, 1, shown, 1, 0, 1, 0, 1)  # as long as the profile's
+    options = {"icc_profile": bytes(28)} if tile is None else {"tile_size": tile}
+    pillow_heif.from_pillow(Image.new("RGB", (side, side), "grey")).save(file, **options)
+    data = file.getvalue()
+    if tile is not None:
+        return data.replace(struct.pack(">II", side, side), struct.pack(">II", shown, shown))
+    place = data.index(b"prof") - 8
+    return data[:place] + box + data[place + len(box) :]
+
+
+def test_what_is_larger_than_the_picture_in_it_is_counted() -> None:
+    assert decode_image(tiled_tiff(8, 64), "x", max_pixels=64 * 64).shape == (3, 8, 8)
+    with pytest.raises(DataError, match="x has 64 x 64 pixels, more than the 4,095 allowed"):
+        decode_image(tiled_tiff(8, 64), "x", max_pixels=64 * 64 - 1)
+
+
+@pytest.mark.parametrize("tile", [None, 64])
+def test_a_heic_larger_than_what_it_shows_is_counted(tile: int | None) -> None:
+    pytest.importorskip("pillow_heif", reason="needs pillow-heif")
+    data = heic(128, 64, tile)
+    assert image_pixels(data) == (64, 64)
+    with open_header(data) as image:
+        if tile and not image.info.get("tiling"):
+            pytest.skip("this pillow-heif does not tell of grids")
+    if tile is None:
+        assert decode_image(data, "x", max_pixels=128 * 128).shape == (3, 64, 64)
+    with pytest.raises(DataError, match="x has 128 x 128 pixels, more than the 16,383 allowed"):
+        decode_image(data, "x", max_pixels=128 * 128 - 1)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xd8\xff", b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\x89PNG\r\n\x1a\n"])

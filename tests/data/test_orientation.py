@@ -30,6 +30,10 @@ def exif(value: int, kind: int = SHORT, order: str = ">", tag: int = 0x0112) -> 
     return b"Exif\0\0" + (b"MM" if order == ">" else b"II") + head + entry + bytes(4)
 
 
+def prefixed(times: int, content: bytes) -> bytes:
+    return b"Exif\0\0" * times + content.removeprefix(b"Exif\0\0")
+
+
 def xmp(value: int) -> bytes:
     return b"http://ns.adobe.com/xap/1.0/\0" + XMP % value
 
@@ -62,6 +66,20 @@ def files() -> Iterator[tuple[str, bytes, int]]:
     yield "XMP before EXIF that disagrees", jpeg(xmp(3), exif(6)), 6
     yield "XMP alone", jpeg(xmp(6)), 1
     yield "XMP and EXIF without orientation", jpeg(exif(6, tag=0x0110), xmp(6)), 1
+    for times in (2, 3):
+        for order in "<>":
+            for value in range(10):
+                yield f"prefix {times} times {order} {value}", jpeg(prefixed(times, exif(value, order=order))), value
+        for kind in ("PNG", "WEBP"):
+            lossless: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+            data = stored(Image.fromarray(PICTURE), kind, exif=prefixed(times, exif(8)), **lossless)
+            yield f"{kind} of EXIF's prefix {times} times", data, 8
+    yield "prefix alone, then EXIF", jpeg(prefixed(2, b""), exif(5)), 5
+    yield "prefix twice in the second of two", jpeg(xmp(3), exif(6), prefixed(2, exif(3))), 6
+    for between in (b"\0\0", b"\xff\0", b"\xff\xff\xff", b"\xff\xd0"):
+        data = jpeg(exif(7), at=b"\xff\xdb")
+        yield f"EXIF behind {between.hex()}", data.replace(b"\xff\xe1", between + b"\xff\xe1", 1), 7
+    yield "EXIF behind other segments", jpeg(b"", bytes(600), xmp(2), b"Exif", exif(4)), 4
     yield "two EXIF", jpeg(exif(6), exif(3)), 6
     yield "truncated EXIF", jpeg(exif(6)[:-12]), 1
     yield "EXIF of another type", jpeg(exif(6, ASCII)), 1

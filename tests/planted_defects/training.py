@@ -460,7 +460,7 @@ TRAINING = (
     Defect(
         "photos lie on their side",
         "data/codec.py",
-        "return _turned(pixels, image_files.exif_orientation(exif)) if exif else pixels",
+        "return _turned(pixels, image_files.exif_orientation(image_files.jpeg_exif(data)))",
         "return pixels",
         ("tests/data/test_orientation.py",),
     ),
