@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from plsc.data.codec import Encoding, image_pixels
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
+from plsc.data.folder import SYSTEM_FOLDERS
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.recordio import check_records, record_writer, write_key
 from plsc.errors import DataError, UsageError
@@ -218,9 +219,9 @@ class _OutputNames:
 
 
 def _is_safe(name: str) -> bool:
-    """Whether a file system takes the name, and a list, which is UTF-8, gives it back."""
+    """Whether a file system takes the name, a list, which is UTF-8, gives it back, and no reader passes it over."""
     try:
-        return _SAFE_NAME(name.encode()) is not None
+        return _SAFE_NAME(name.encode()) is not None and name.casefold() not in SYSTEM_FOLDERS
     except UnicodeEncodeError:  # bytes of a file's name that are not UTF-8
         return False
 

@@ -21,6 +21,16 @@ _is_side_file = re.compile(
     r"\.(aae|csv|db|html|idx|ini|jsonl?|log|lst|mat|md|np[yz]|pdf|pkl|pts|rec|thm|toml|tsv|txt|xml|xmp|ya?ml)"
 ).fullmatch
 _is_other_picture = re.compile(r"\.(arw|bpg|cr[23]|dng|eps|heics|jp2|jxl|nef|orf|psd|raf|svg)").fullmatch
+# Folders that systems put among pictures, in lower case: previews, waste, snapshots and copies of attributes. They are
+# nobody's. plsc/serve/page/folders.js has the same names. Other systems' begin with a dot (.@__thumb, .thumbnails).
+SYSTEM_FOLDERS = frozenset(
+    (
+        *("@eadir", "#recycle", "#snapshot"),  # Synology
+        *("@__thumb", "@recycle", "@recently-snapshot"),  # QNAP
+        *("$recycle.bin", "recycler", "system volume information"),  # Windows
+        *("__macosx", "lost+found"),  # archives of macOS; Linux
+    )
+)
 _LONGEST_SUFFIX = 8
 _LISTED_KINDS = 8
 
@@ -29,12 +39,14 @@ class PictureFiles:
     """The files in ``folder`` that are pictures by their names, and those in its sub-folders, the identities.
 
     A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Whether
-    a link may lead out of the folder is decided where a picture is read. Names that begin with a dot are ignored.
+    a link may lead out of the folder is decided where a picture is read. Names that begin with a dot are ignored, and
+    so are :data:`SYSTEM_FOLDERS`, at any depth.
 
     Attributes:
         identities: the names of the sub-folders, in order.
         loose: the names of pictures directly in the folder, in order.
         left_out: numbers of files that are no pictures, by suffix in lower case, as far as :meth:`below` has looked.
+        passed_over: numbers of hidden folders and of systems' by name, likewise.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +54,10 @@ class PictureFiles:
         self.identities: list[str] = []
         self.loose: list[str] = []
         self.left_out: Counter[str] = Counter()
+        self.passed_over: Counter[str] = Counter()
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if self._is_passed_over(entry):
                     continue
                 if entry.is_dir():
                     self.identities.append(entry.name)
@@ -75,15 +88,33 @@ class PictureFiles:
         return pictures, others
 
     def report(self) -> None:
-        """Log what was left out, in a line; once for a folder, and of several ranks by the first."""
+        """Log what was left out, a line for files and one for folders; once, and of several ranks by the first."""
         others = Counter({kind: count for kind, count in self.left_out.items() if not _is_side_file(kind)})
         if others:
             log_once("plsc.data", f"{self.folder}: {counted(others.total(), 'file')} left out: {kinds_text(others)}")
+        if self.passed_over:
+            log_once("plsc.data", f"{self.folder}: {self.passed_over_text()}")
+
+    def passed_over_text(self) -> str:
+        """What was passed over in words: ``3 hidden or system folders left out: 2 @eaDir, 1 #recycle``."""
+        listed = sorted(self.passed_over.items(), key=lambda item: (-item[1], item[0]))
+        names = ", ".join(f"{count:,} {name}" for name, count in listed[:_LISTED_KINDS])
+        folders = counted(self.passed_over.total(), "hidden or system folder")
+        return f"{folders} left out: {names}{', …' if len(listed) > _LISTED_KINDS else ''}"
+
+    def _is_passed_over(self, entry: "os.DirEntry[str]") -> bool:
+        is_hidden = entry.name.startswith(".")
+        if not is_hidden and entry.name.casefold() not in SYSTEM_FOLDERS:
+            return False
+        if entry.is_dir():
+            self.passed_over[entry.name] += 1
+            return True
+        return is_hidden
 
     def _below(self, below: str, others: Counter[str]) -> Iterator[str]:
         with os.scandir(self.folder / below) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if self._is_passed_over(entry):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._below(f"{below}/{entry.name}", others)
@@ -170,8 +201,9 @@ class ListDataset(FileDataset):
 def _no_image_error(files: PictureFiles) -> str:
     problem = "has images but no sub-folder with any" if files.loose else "has no image in any sub-folder"
     others = f", and holds {kinds_text(files.left_out)}" if files.left_out else ""
+    folders = f", and {files.passed_over_text()}" if files.passed_over else ""
     return (
-        f"{files.folder} {problem}{others}; give each identity a folder of its own ({', '.join(readable_suffixes())})"
+        f"{files.folder} {problem}{others}{folders}; give each identity a folder of its own ({', '.join(readable_suffixes())})"
     )
 
 

@@ -13,7 +13,9 @@ that holds train.rec), or a built-in drawing, avatars:IDSxIMAGES[@FIRST] or glyp
 
 Of a folder, files ending in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first frame), .tif, .tiff, .pgm, .ppm,
 .pbm, .pnm and .avif are read, and .heic, .heif and .hif where pillow-heif is installed (the extra heic); a line names
-what is left out.
+what is left out. Hidden files are passed over, and folders that systems make: @eaDir, #recycle and #snapshot
+(Synology), @__thumb, @Recycle and @Recently-Snapshot (QNAP), $RECYCLE.BIN, RECYCLER, System Volume Information,
+__MACOSX and lost+found.
 
 A pipe, a device or a link out of the folder is no picture, whatever its name; a list may name pictures in its own
 folder. --allow-outside reads those in other places too.

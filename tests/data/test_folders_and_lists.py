@@ -1,5 +1,6 @@
 """Folders and lists of image files: their classes, their order, and what is wrong with them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import plsc
 from plsc.data import open_dataset
+from plsc.data.convert import convert
 from plsc.data.dataset import PackedStringColumn, map_names, map_numbers
+from plsc.data.folder import SYSTEM_FOLDERS
+from plsc.embedding.sources import open_pictures
 from plsc.errors import DataError, UsageError
 
 
@@ -34,6 +39,61 @@ def test_folder_per_identity(tmp_path: Path) -> None:
     assert data.empty_classes == {"empty": ""}
     assert data.image(0).shape == (3, 12, 12)
     assert open_dataset(tmp_path, image_size=None).image(0).shape == (3, 8, 10)
+
+
+def previews(folder: Path) -> None:
+    """What a NAS, macOS and Windows put beside the pictures of two people."""
+    for name in ("ann/1.png", "ann/trip/2.png", "bob/3.png"):
+        put(folder / name)
+    for name in (
+        *("@eaDir/ann/SYNOPHOTO_THUMB_XL.jpg", "ann/@eaDir/1.png/SYNOPHOTO_THUMB_M.jpg", "ann/trip/@eaDir/2.png/x.jpg"),
+        *("#recycle/old.jpg", ".@__thumb/default1.png", "bob/.thumbnails/3.png", "$Recycle.Bin/S-1/a.jpg"),
+        *("System Volume Information/x.png", "lost+found/x.png", "__MACOSX/ann/._1.png", "__MACOSX/ann/1.png"),
+    ):
+        put(folder / name)
+
+
+def test_folders_of_systems_are_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    previews(tmp_path / "photo")
+    told = "10 hidden or system folders left out: 3 @eaDir, 1 #recycle, 1 $Recycle.Bin, "
+    for data in (open_dataset(tmp_path / "photo"), open_dataset(tmp_path / "photo")):
+        assert list(data.class_names) == ["ann", "bob"]
+        assert [data.key(i) for i in range(len(data))] == ["ann/1.png", "ann/trip/2.png", "bob/3.png"]
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'photo'}: {told}")
+    put(tmp_path / "photo/loose.png")
+    assert [name for name in map(open_pictures(tmp_path / "photo").key, range(4))][-1] == "loose.png"
+    assert len(open_pictures(tmp_path / "photo")) == 4
+
+
+def test_who_is_named_nearly_so_is_somebody(tmp_path: Path) -> None:
+    names = sorted(["eaDir", "@eaDir2", "recycle", "lost and found", "Recycler Jones"])
+    for name in names:
+        put(tmp_path / name / "1.png")
+    assert list(open_dataset(tmp_path).class_names) == names
+
+
+def test_a_folder_of_previews_alone_is_said(tmp_path: Path) -> None:
+    put(tmp_path / "@eaDir/x/1.png")
+    with pytest.raises(UsageError, match="no image in any sub-folder, and 1 hidden or system folder left out: 1 @eaDir;"):
+        open_dataset(tmp_path)
+
+
+def test_nobody_is_written_to_a_folder_that_is_passed_over(tmp_path: Path) -> None:
+    """A list, or a .rec, may name a class as a system names its folders: what is written is read again."""
+    put(tmp_path / "1.png")
+    put(tmp_path / "bob/@eaDir/2.png")
+    (tmp_path / "list.txt").write_text("1.png\t@eaDir\nbob/@eaDir/2.png\tbob\n")
+    convert(open_dataset(tmp_path / "list.txt", image_size=None), tmp_path / "out", quiet=True)
+    data = open_dataset(tmp_path / "out")
+    assert [data.key(i) for i in range(len(data))] == ["bob/2.png", "class-00000000/1.png"]
+    assert len(open_dataset(tmp_path / "out/images.tsv")) == 2
+
+
+def test_the_page_passes_over_the_same_folders() -> None:
+    source = (Path(plsc.__file__).parent / "serve/page/folders.js").read_text()
+    (listed,) = re.findall(r"SYSTEM_FOLDERS = new Set\(\[(.*?)\]\)", source, re.DOTALL)
+    assert set(re.findall(r'"(.*?)"', listed)) == SYSTEM_FOLDERS
 
 
 def test_folders_without_images(tmp_path: Path) -> None:

@@ -38,11 +38,13 @@ def test_a_folder_of_folders_is_enrolled_with_a_report(visit: Any, staff: str, s
         "team/notes.txt": b"text",
         "team/loose.png": png(draw(90)),
         "team/.DS_Store": b"hidden",
+        "team/@eaDir/Ada.png": png(ADA),
+        "team/Ada/@eaDir/one.png/SYNOPHOTO_THUMB_M.png": png(ADA),
     }
     drop(page, files)
     expect(page.locator("#many-title")).to_have_text("23 people with 45 pictures")
     expect(page.locator("#many-plan")).to_contain_text(
-        "2 files will be left out: team/loose.png (beside the folders, in none of them), …"
+        "4 files will be left out: team/@eaDir/Ada.png (in a folder of the system's), …"
     )
     page.get_by_role("button", name="Enrol 23 people").click()
     expect(page.locator("#many-summary")).to_have_text("23 of 23 people: 22 enrolled, 1 left out.")
@@ -54,7 +56,8 @@ def test_a_folder_of_folders_is_enrolled_with_a_report(visit: Any, staff: str, s
         page.get_by_role("button", name="As JSON").click()
     told = json.loads(Path(downloaded.value.path()).read_text())
     assert told["counts"]["enrolled"] == 22
-    assert [one["name"] for one in told["files_left_out"]] == ["team/loose.png", "team/notes.txt"]
+    previews = ["team/@eaDir/Ada.png", "team/Ada/@eaDir/one.png/SYNOPHOTO_THUMB_M.png"]
+    assert [one["name"] for one in told["files_left_out"]] == [*previews, "team/loose.png", "team/notes.txt"]
     with page.expect_download() as downloaded:
         page.get_by_role("button", name="Download the report").click()
     assert "Kurt\tenrolled\t#" in Path(downloaded.value.path()).read_text()

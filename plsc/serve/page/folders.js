@@ -2,6 +2,10 @@
 
 const PICTURE = /\.(avif|bmp|gif|heic|heif|jpe?g|png|tiff?|webp)$/i;   // HEIC has no type in most browsers
 
+// What systems put among pictures; plsc/data/folder.py says whose they are.
+const SYSTEM_FOLDERS = new Set(["@eadir", "#recycle", "#snapshot", "@__thumb", "@recycle", "@recently-snapshot", "$recycle.bin",
+  "recycler", "system volume information", "__macosx", "lost+found"]);
+
 export const isPicture = (file) => file.type.startsWith("image/") || PICTURE.test(file.name);
 
 /** What was dropped, with folders looked through: [{path, file}]. The drop's data are gone after its own turn. */
@@ -27,16 +31,19 @@ async function walk(entry, path) {
 
 /**
  * Whose the files are: {groups: [{name, files}], leftOut: [{name, why}]}. In a folder of folders each inner folder is
- * one group with all that lies below it; a folder of pictures is one group itself. Hidden files are passed over.
+ * one group with all that lies below it; a folder of pictures is one group itself. Hidden files are passed over, and
+ * files in systems' folders left out.
  */
 export function groupByFolder(found) {
   const seen = found.map(({ path, file }) => ({ path, file, parts: path.split("/") }))
     .filter(({ parts }) => !parts.some((part) => part.startsWith(".")))
     .sort((one, other) => one.path.localeCompare(other.path, "en", { numeric: true }));
-  const nested = new Set(seen.filter(({ parts, file }) => parts.length > 2 && isPicture(file)).map(({ parts }) => parts[0]));
+  const isOfSystem = ({ parts }) => parts.slice(0, -1).some((part) => SYSTEM_FOLDERS.has(part.toLowerCase()));
+  const own = seen.filter((one) => !isOfSystem(one));
+  const nested = new Set(own.filter(({ parts, file }) => parts.length > 2 && isPicture(file)).map(({ parts }) => parts[0]));
   const groups = new Map();
-  const leftOut = [];
-  for (const { path, file, parts } of seen) {
+  const leftOut = seen.filter(isOfSystem).map(({ path }) => ({ name: path, why: "in a folder of the system's" }));
+  for (const { path, file, parts } of own) {
     const depth = nested.has(parts[0]) ? 2 : 1;
     if (!isPicture(file)) leftOut.push({ name: path, why: "not a picture" });
     else if (parts.length <= depth) leftOut.push({ name: path, why: "beside the folders, in none of them" });
