@@ -99,8 +99,11 @@ def _trial_fault(kind: str, model: Model, inputs: Inputs, size: int) -> str | No
     seconds = CPU_SECONDS[kind] + size / BYTES_PER_CPU_SECOND
     task = {"kind": kind, "memory": memory, "seconds": seconds, "inputs": asdict(inputs)}
     try:
-        is_script = kind == "onnx" and isinstance(model, bytes)
-        code, output = (_spawned if is_script else _forked)(task, model, 60 + 20 * seconds)
+        timeout = 60 + 20 * seconds
+        if kind == "onnx" and isinstance(model, bytes):
+            code, output = _spawned(task, model, timeout)
+        else:
+            code, output = _forked(task, model, timeout)
     except subprocess.TimeoutExpired:
         code, output = -signal.SIGPROF, b""
     if code == -signal.SIGPROF:

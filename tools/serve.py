@@ -29,6 +29,8 @@ from plsc.tools.entry import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from plsc.embedding.embedder import Embedder
     from plsc.evaluation.calibration import Calibration
     from plsc.gallery.store import Store
@@ -100,7 +102,8 @@ def run(args: argparse.Namespace) -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
-        others = "".join(f", compatible with {each}" for each in service.models.compatible_with(service.contract_id))
+        compatible = service.models.compatible_with(service.contract_id)
+        others = "".join(f", compatible with {each}" for each in compatible if each not in service.own_contracts)
         about = f"{service.contract_id}{others}) in {service.embedder.precision}"
         model = f"model {service.embedder.source} ({about}, {judge}"
         show(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}")
@@ -234,7 +237,7 @@ def _load(
 ) -> "Service":
     import torch
 
-    from plsc.embedding.embedder import contract_of, open_embedder
+    from plsc.embedding.embedder import contract_of, open_embedder, own_contracts
     from plsc.gallery.backends import open_store
     from plsc.serve.service import Service
 
@@ -244,7 +247,7 @@ def _load(
     options = {"precision": args.model_precision, "best": args.best, "provider": args.provider}
     embedder = open_embedder(args.model, device=device, **options)
     if calibration is not None:
-        _check_calibration(args.calibration, calibration.contract_id, contract_of(embedder, args.flip))
+        _check_calibration(args.calibration, calibration.contract_id, own_contracts(embedder, args.flip))
     detector = None
     if args.detector is not None:
         from plsc.embedding.detector import open_detector
@@ -281,7 +284,9 @@ def _load(
 def _warn_of_models(service: "Service") -> None:
     from plsc.embedding.contracts import models_in
 
-    names = [info.name for info in service.store.collections() if len(models_in(info.contract_id)) > 1]
+    former = {*service.own_contracts[1:]}
+    stated = {info.name: models_in(info.contract_id) for info in service.store.collections()}
+    names = [name for name, models in stated.items() if len({*models} - former) > 1]
     if names:
         shown = f"{names[0]} and {len(names) - 1} more collections" if len(names) > 1 else names[0]
         note(f"warning: several models enrolled into {shown}, whose scores differ: take the threshold for both")
@@ -311,9 +316,9 @@ def _embed_blank(embedder: "Embedder") -> None:
     embedder(resize_image(oblong, embedder.image_size, embedder.preprocessing.interpolation)[None])
 
 
-def _check_calibration(path: Path, measured: str, contract: str) -> None:
-    if measured != contract:
+def _check_calibration(path: Path, measured: str, own: "Sequence[str]") -> None:
+    if measured not in own:
         raise UsageError(
-            f"{path} was measured on the contract {measured}, and this model's is {contract}; calibrate this model "
+            f"{path} was measured on the contract {measured}, and this model's is {own[0]}; calibrate this model "
             "by plsc eval --calibration (and give --flip here where --flip yes was given there)"
         )

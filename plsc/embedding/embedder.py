@@ -34,6 +34,7 @@ class Engine(Protocol):
     embedding_dim: int
     contract_id: str
     compatible_with: tuple[str, ...]
+    former_ids: tuple[str, ...]
     precision: str
 
     def run(self, images_u8: Tensor) -> Tensor:
@@ -52,6 +53,7 @@ class Embedder:
             and preprocessing.
         compatible_with: the contract ids of older models whose embeddings those of this one may be compared with, as
             its export states them (``plsc export --compatible-with``).
+        former_ids: the contract ids by which earlier versions knew this very model; what states them is still its own.
         precision: of the computation: "fp32", "bf16" or "fp16"; of an .onnx file "fp32", or what it was exported in:
             "fp16" or "int8".
         source: the file or run directory that was opened.
@@ -65,6 +67,7 @@ class Embedder:
         self.image_size = engine.preprocessing.image_size
         self.contract_id = engine.contract_id
         self.compatible_with = engine.compatible_with
+        self.former_ids = engine.former_ids
         self.precision = engine.precision
 
     def __call__(self, images_u8: Tensor) -> Tensor:
@@ -91,9 +94,14 @@ def contract_of(embedder: Embedder, flip: bool) -> str:
     return embedder.contract_id + (FLIP_SUFFIX if flip else "")
 
 
+def own_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
+    """The contract ids of the embedder's own embeddings: :func:`contract_of`, and those of earlier versions."""
+    return tuple(each + (FLIP_SUFFIX if flip else "") for each in (embedder.contract_id, *embedder.former_ids))
+
+
 def compatible_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
     """The contract ids that embeddings may be compared with besides :func:`contract_of`."""
-    return tuple(each + (FLIP_SUFFIX if flip else "") for each in embedder.compatible_with)
+    return tuple(each + (FLIP_SUFFIX if flip else "") for each in (*embedder.compatible_with, *embedder.former_ids))
 
 
 def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
@@ -119,6 +127,7 @@ class TorchEngine:
     precision: str
     channels_last: bool = False
     compatible_with: tuple[str, ...] = ()
+    former_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.module.to(self.device)

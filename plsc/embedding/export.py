@@ -23,13 +23,14 @@ from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8, OnnxForm, in_precision, put_preprocessing_inside
 from plsc.embedding.onnx_engine import (
     COMPATIBLE_WITH,
+    FORMER_IDS,
     METADATA_PREFIX,
     MULTIPLICATIONS,
     SUBTRACTIONS,
     OnnxEngine,
-    fingerprint,
 )
 from plsc.embedding.onnx_engine import FORMAT as ONNX_FORMAT
+from plsc.embedding.onnx_fingerprint import fingerprint
 from plsc.embedding.onnx_source import OnnxSource
 from plsc.embedding.program import FORMAT as PROGRAM_FORMAT
 from plsc.embedding.program import open_program, save_program
@@ -242,8 +243,10 @@ def _in_form(float_graph: Callable[[str], Any], engine: Engine, form: OnnxForm, 
     if form.with_preprocessing:
         put_preprocessing_inside(graph, engine.preprocessing)
     own = {"format": ONNX_FORMAT, "precision": form.precision, **contract, "fingerprint": fingerprint(graph)}
-    if engine.compatible_with:
-        own[COMPATIBLE_WITH] = SEPARATOR.join(engine.compatible_with)
+    same = () if form.precision == INT8 else engine.former_ids
+    own |= {
+        key: SEPARATOR.join(ids) for key, ids in ((COMPATIBLE_WITH, engine.compatible_with), (FORMER_IDS, same)) if ids
+    }
     stated = {f"{METADATA_PREFIX}{key}": str(value) for key, value in own.items()}
     onnx.helper.set_model_props(graph, {**metadata, **stated})
     return graph

@@ -1,6 +1,5 @@
 """The engine of embedding models in ONNX, ours and other people's: what they take is read from the file."""
 
-import hashlib
 import json
 import math
 import re
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.contracts import models_in
+from plsc.embedding.onnx_fingerprint import fingerprint, former_fingerprint
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph
 from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
 from plsc.errors import DataError, first_line
@@ -22,6 +22,7 @@ from plsc.models.preprocessing import (
     ImageSize,
     Preprocessing,
     check_side,
+    contract_id,
     height_and_width,
     stated_contract,
 )
@@ -33,7 +34,7 @@ FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 PRECISIONS = ("fp32", "fp16", "int8")  # that our exports compute in; other files run as they are, called "fp32"
 LARGEST_BATCH = 256
-COMPATIBLE_WITH = "compatible_with"
+COMPATIBLE_WITH, FORMER_IDS = "compatible_with", "former_ids"
 _CONTRACT = re.compile(rf"[0-9a-f]{{{CONTRACT_DIGITS}}}")
 
 # insightface's convention: a model with early nodes of these names normalises its input itself.
@@ -56,6 +57,7 @@ class OnnxEngine:
         fixed_batch: pictures that it takes at once; None: any number.
         channels_last: it takes (B, H, W, 3).
         batches: sizes in which a free batch is run, the largest first; none: any.
+        former_ids: contract ids by which earlier versions knew this very model.
 
     Raises:
         DataError: the file is corrupt, refused, cannot be run, or is no embedding model.
@@ -83,6 +85,7 @@ class OnnxEngine:
         stated = metadata.get("precision")
         self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
         self.batches: tuple[int, ...] = ()  # any
+        self.former_ids: tuple[str, ...] = ()
         if not trusted:
             check_side(size, path)
             self.batches = CPU_BATCHES if providers == [CPU] else GPU_BATCHES
@@ -91,8 +94,14 @@ class OnnxEngine:
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self.embedding_dim = self._probe()
         digest = fingerprint(model)
+        if metadata.get("fingerprint") == digest:
+            self.former_ids = _stated_ids(path, metadata, digest, FORMER_IDS)
+        elif (former := former_fingerprint(model)) == metadata.get("fingerprint"):  # an export of an earlier version
+            digest = former
+        else:
+            self.former_ids = (contract_id(self.preprocessing, former),)
         self.contract_id = stated_contract(path, metadata, FORMAT, digest, self.preprocessing)
-        self.compatible_with = _compatible_with(path, metadata, digest)
+        self.compatible_with = _stated_ids(path, metadata, digest, COMPATIBLE_WITH)
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
@@ -143,26 +152,14 @@ class OnnxEngine:
         return math.prod(answer.shape[1:])
 
 
-def fingerprint(model: Any) -> str:
-    """SHA-256 over nodes and weights of an ``onnx.ModelProto``, without its metadata."""
-    digest = hashlib.sha256()
-    for tensor in sorted(model.graph.initializer, key=lambda tensor: str(tensor.name)):
-        digest.update(tensor.SerializeToString(deterministic=True))
-    for node in model.graph.node:
-        digest.update(f"{node.op_type} {list(node.input)} {list(node.output)}\n".encode())
-        for attribute in sorted(node.attribute, key=lambda attribute: str(attribute.name)):
-            digest.update(attribute.SerializeToString(deterministic=True))
-    return digest.hexdigest()
-
-
-def _compatible_with(path: Path, metadata: dict[str, str], digest: str) -> tuple[str, ...]:
+def _stated_ids(path: Path, metadata: dict[str, str], digest: str, key: str) -> tuple[str, ...]:
     """The contract ids that the export wrote into the file, if its graph is still the one that it was written for."""
-    stated = metadata.get(COMPATIBLE_WITH, "")
+    stated = metadata.get(key, "")
     if not stated or metadata.get("format") != FORMAT or metadata.get("fingerprint") != digest:
         return ()
     ids = models_in(stated)
     if not all(map(_CONTRACT.fullmatch, ids)):
-        raise DataError(f"{path} has metadata whose {COMPATIBLE_WITH} names no models; export it again")
+        raise DataError(f"{path} has metadata whose {key} names no models; export it again")
     return tuple(ids)
 
 

@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from plsc.embedding.contracts import is_of
-from plsc.embedding.embedder import Embedder, contract_of, embed_images
+from plsc.embedding.contracts import is_of, models_in
+from plsc.embedding.embedder import Embedder, contract_of, embed_images, own_contracts
 from plsc.errors import ConflictError, quoted
 from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
@@ -95,9 +95,11 @@ class Service:
         self.detector, self.quotas = detector, Quotas(store, settings.limits)
         self.contract_id = contract_of(embedder, settings.flip)
         self.next_contract_id = None if next_embedder is None else contract_of(next_embedder, settings.flip)
-        self.embedders = {self.contract_id: embedder}  # by contract id
-        if next_embedder is not None and self.next_contract_id is not None:
-            self.embedders.setdefault(self.next_contract_id, next_embedder)
+        self.own_contracts = own_contracts(embedder, settings.flip)
+        self.embedders = dict.fromkeys(self.own_contracts, embedder)  # by contract id
+        if next_embedder is not None:
+            following = dict.fromkeys(own_contracts(next_embedder, settings.flip), next_embedder)
+            self.embedders |= {each: model for each, model in following.items() if each not in self.embedders}
         self.models = Models(self.embedders, settings.flip)
         self.thresholds: dict[str, float] = {}  # of models that collections were moved to, by contract id
         if self.next_contract_id is not None and settings.next_threshold is not None:
@@ -215,12 +217,13 @@ class Service:
     def _numbers(self, item: Input, name: str, space: str, model: str) -> Float32:
         """The vector of an input; :class:`ConflictError` where it is, or may be, of no model of those in ``space``."""
         stated = item.contract_id
-        if stated is None and model != self.contract_id:
+        if stated is None and model not in self.own_contracts:
             raise ConflictError(
                 f"{name}: the collection is searched by the model {model}, which is not the service's own; send "
                 "pictures, or state contract_id with the vector"
             )
-        if stated is not None and stated != model and not is_of(stated, space):
+        is_own = {stated, model} <= {*self.own_contracts}  # by whichever of its ids
+        if stated is not None and stated != model and not is_own and not is_of(stated, space):
             raise ConflictError(
                 f"{name} is a vector of the model {quoted(stated)}, and those that it is for are of {space}; send the "
                 "picture, or a vector of that model"
@@ -324,7 +327,8 @@ class Service:
         """The settings with the threshold of a collection's model, None where that is not known."""
         contract_id, migration = spaces.info.contract_id, spaces.migration
         measured = self.settings.false_match_rate is not None  # among vectors of the model alone
-        if contract_id == self.contract_id or (self._searching(spaces) == self.contract_id and not measured):
+        is_own = set(models_in(contract_id)) <= {*self.own_contracts}
+        if is_own or (self._searching(spaces) == self.contract_id and not measured):
             return self.settings
         threshold = self.thresholds.get(contract_id)  # of a move that is finished
         if migration is not None:

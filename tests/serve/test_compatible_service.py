@@ -1,12 +1,15 @@
 """A service whose model is compatible with a gallery's: it searches the old vectors, and enrols beside them."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.live_service import (
     CONTRACT,
     Linear,
@@ -29,7 +32,7 @@ PLACE = "/v1/collections/staff"
 class Newer(Linear):
     """Nearly the same linear map, as compatible training makes it."""
 
-    contract_id, compatible_with = NEW, (CONTRACT,)
+    contract_id, compatible_with, former_ids = NEW, (CONTRACT,), ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Newer(Linear):
 
 
 class Stranger(Newer):
-    contract_id, compatible_with = "stranger", ("another",)
+    contract_id, compatible_with, former_ids = "stranger", ("another",), ()
 
 
 @contextmanager
@@ -96,6 +99,31 @@ def test_new_queries_search_old_vectors_and_new_enrolments_come_beside_them(gall
         assert contract(live) == BOTH
     with serving(folder, Newer()) as live:
         assert search(live, 9)[1] == back
+
+
+class Renamed(Linear):
+    """The same model, under the id of a later version."""
+
+    contract_id, compatible_with, former_ids = "renamed", (), (CONTRACT,)
+
+
+def test_a_gallery_under_the_models_former_id_is_the_models_own(gallery: tuple[Path, list[int]]) -> None:
+    folder, people = gallery
+    with serving(folder, Renamed(), false_match_rate=1e-3) as live:
+        answer, who, score = search(live, 1)
+        assert (who, score) == (people[1], pytest.approx(1, abs=1e-6))
+        assert (answer["contract_id"], answer["threshold"]) == (CONTRACT, 0.5), "the threshold that was measured"
+        assert live.ask("GET", PLACE).json()["threshold"] == 0.5
+        late = enrol(live, 7)
+        assert (contract(live), search(live, 7)[1]) == (CONTRACT, late)
+        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(picture(2)))))
+        vector = Renamed().run(pixels.permute(2, 0, 1)[None])[0].tolist()
+        for stated in (None, "renamed", CONTRACT):
+            query = {"vector": vector} | ({} if stated is None else {"contract_id": stated})
+            answer = live.ask("POST", f"{PLACE}/search", {"query": query, "k": 1}).json()
+            assert answer["results"][0]["matches"][0]["person"]["id"] == people[2]
+        live.collection("visitors")
+        assert live.ask("GET", "/v1/collections/visitors").json()["contract_id"] == "renamed"
 
 
 @pytest.mark.parametrize("change", ["put", "faces"])

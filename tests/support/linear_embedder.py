@@ -25,5 +25,6 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
         contract_id=f"linear-{seed}",
         source="stand-in",
         compatible_with=(),
+        former_ids=(),
     )
     return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()

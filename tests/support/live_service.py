@@ -40,6 +40,7 @@ class Linear:
     embedding_dim = DIM
     contract_id = CONTRACT
     compatible_with: tuple[str, ...] = ()
+    former_ids: tuple[str, ...] = ()
     precision = "fp32"
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class PixelEngine:
     preprocessing = Preprocessing(SIZE)
     embedding_dim = 3 * SIZE * SIZE
     contract_id = "pixels"
-    compatible_with = ()
+    compatible_with = former_ids = ()
     precision = "fp32"
 
     def run(self, images_u8: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from plsc.data import open_dataset
 from plsc.data.codec import encode_image
 from plsc.embedding.embedder import open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.embedding.onnx_engine import fingerprint
+from plsc.embedding.onnx_fingerprint import fingerprint
 from plsc.models import create
 from plsc.models.weights import save_model
 from plsc.tools.entry import main
