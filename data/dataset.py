@@ -142,6 +142,10 @@ class ImageDataset(ABC):
         """The parts that an epoch mixes: the data set as a whole, but for one that joins several."""
         return Mixture((len(self),))
 
+    def __repr__(self) -> str:
+        """Return how many images of how many classes these are, and the source."""
+        return f"<{type(self).__name__} of {self.source}: {len(self):,} images of {self.num_classes:,} classes>"
+
     def __len__(self) -> int:
         return len(self.labels)
 

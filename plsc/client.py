@@ -44,7 +44,7 @@ from plsc.client_values import (
     read_match,
     read_person,
 )
-from plsc.errors import DataError, PlscError, UsageError, quoted
+from plsc.errors import DataError, PlscError, UsageError, masked, quoted
 
 if TYPE_CHECKING:
     import httpx
@@ -123,9 +123,13 @@ class Client:
                 raise ValueError("it begins with http:// or https://")
             self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
         except (httpx.InvalidURL, ValueError) as error:
-            raise ServerError(0, "bad_request", f"{url} is no address of a server: {error}") from None
-        self._url, self._retries = url, retries
+            raise ServerError(0, "bad_request", f"{masked(str(url))} is no address of a server: {error}") from None
+        self._url, self._retries = masked(url), retries
         self._sends_keys = True  # until the server says that its store keeps none
+
+    def __repr__(self) -> str:
+        """Return the address, without what stands before @ in it, and without the token."""
+        return f"<plsc.Client of {self._url}>"
 
     def __enter__(self) -> Self:
         return self

@@ -498,3 +498,16 @@ def test_an_index_is_built_over_an_embedding_set_and_replaced_on_demand_only(fol
 def test_what_no_index_can_be_built_of_is_named(embeddings, options, message):
     with pytest.raises(UsageError, match=message):
         plsc.Index.build(embeddings, quiet=True, **options)
+
+
+def test_objects_say_what_they_are(folder, model, tmp_path):
+    index = plsc.Index.build(np.eye(4, dtype=np.float32))
+    index.save(tmp_path / "people.idx")
+    with plsc.Client("http://ada:geheim@127.0.0.1:1", "a token") as client:
+        assert repr(client) == "<plsc.Client of http://***@127.0.0.1:1>"
+    opened = plsc.Index.open(tmp_path / "people.idx")
+    assert repr(opened) == f"<plsc.Index at {tmp_path / 'people.idx'}: exact, 4 vectors of 4>"
+    images = f"(B, 3, {SIZE}, {SIZE}) uint8 -> (B, {DIM}) float32"
+    assert repr(model) == f"<Embedder of {folder / 'model.safetensors'}: {images}, computed in fp32>"
+    pictures = plsc.open_images(folder / "good", SIZE)
+    assert repr(pictures) == f"<LooseImages of {folder / 'good'}: 6 images of 0 classes>"

@@ -70,6 +70,12 @@ class Embedder:
         self.former_ids = engine.former_ids
         self.precision = engine.precision
 
+    def __repr__(self) -> str:
+        """Return what it makes of what, and the file."""
+        height, width = height_and_width(self.image_size)
+        shapes = f"(B, 3, {height}, {width}) uint8 -> (B, {self.embedding_dim}) float32"
+        return f"<Embedder of {self.source}: {shapes}, computed in {self.precision}>"
+
     def __call__(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 RGB -> (B, D) float32 on the CPU, not normalised.
 

@@ -136,6 +136,10 @@ class EmbeddingSet:
                 read_manifest(path, SHARD_FORMAT, VERSION)
             self.shards.append(Shard(path, entry, self.dim, self.manifest["dtype"], verify=verify))
 
+    def __repr__(self) -> str:
+        """Return its shape, and the folder."""
+        return f"<EmbeddingSet at {self.folder}: {len(self):,} embeddings of {self.dim}>"
+
     def __len__(self) -> int:
         return int(self.manifest["rows"])
 

@@ -171,7 +171,7 @@ class Enrolment:
                     with suppress(DataError):  # what the service says of it is said below
                         converted[path] = encode_image(decode_image(batch[path], path), "jpeg")
                         continue
-                outcome.left_out[path] = str(error).removeprefix(found[0]).strip()
+                outcome.left_out[path] = str(error).removeprefix(found[0]).lstrip(": ")
                 del batch[path]
 
     def _send_once(self, faces: Mapping[str, Picture], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:

@@ -220,6 +220,10 @@ class Index:
         with new_index(target) as tmp_path:
             shutil.copytree(self.folder, tmp_path, dirs_exist_ok=True)
 
+    def __repr__(self) -> str:
+        """Return its kind and shape, and the folder."""
+        return f"<plsc.Index at {self.folder}: {self.kind}, {len(self):,} vectors of {self.dim}>"
+
     def __len__(self) -> int:
         return len(self.ids)
 

@@ -19,6 +19,7 @@ from support.waiting import wait_until
 import plsc
 from plsc.client import ServerError
 from plsc.client_values import Collection, Person
+from plsc.errors import DataError
 from plsc.gallery.enrolment import Enrolment, Outcome, picture_key
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
@@ -308,3 +309,15 @@ def test_a_kill_doubles_and_loses_nobody(tmp_path):
         report = enrol(live, folder)
         assert report["failed"] == 0
         assert enrolled(live) == people
+
+
+def test_what_the_service_says_of_a_picture_follows_its_name(tmp_path, capsys):
+    class NoFace:
+        def aligned(self, image: Any, image_size: int, name: str) -> Any:
+            raise DataError(f"{name}: no face was found")
+
+    folder = people_in(tmp_path / "people", {"Ada": 1})
+    with live_service(tmp_path / "served", NoFace()) as live:
+        report = enrol(live, folder, code=1)
+    assert report["people"][0]["left_out"] == {"Ada/0.png": "no face was found"}
+    assert "Ada/0.png: left out: no face was found\n" in capsys.readouterr().out

@@ -167,6 +167,21 @@ def test_a_folder_asks_once_what_to_do_with_all_who_are_known(visit: Any, people
     assert service.store.persons(people)[-1].name == "Ned"
 
 
+@pytest.mark.parametrize("kind", ["GIF", "BMP"])
+def test_other_formats_are_sent_as_jpeg(visit: Any, people: str, kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(file, kind)
+    page = visit(people)
+    with page.expect_response("**/search") as answered:
+        page.locator("#search-picture input").set_input_files(
+            {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": file.getvalue()}  # the name says nothing
+        )
+    assert answered.value.status == 200
+    image = Image.open(io.BytesIO(base64.b64decode(answered.value.request.post_data_json["query"]["image"])))
+    assert (image.format, image.size) == ("JPEG", (40, 30))
+    np.testing.assert_allclose(np.asarray(image), np.broadcast_to([254, 0, 0], (30, 40, 3)), atol=4)
+
+
 def test_a_large_picture_is_sent_smaller_and_upright(visit: Any, people: str) -> None:
     large = Image.new("RGB", (3000, 2000), "red")
     large.paste("blue", (0, 0, 1500, 2000))

@@ -156,6 +156,8 @@ def test_thumbnails_stand_beside_matches_and_persons(visit: Any, serve: Any, tmp
     expect(page.locator("#persons img.thumbnail")).to_have_count(1)
     page.get_by_role("button", name="Ada", exact=True).click()
     expect(page.locator("#person-faces img.thumbnail")).to_have_count(2)
+    rows, pictures = (page.locator(f"#person-faces {part}").first.bounding_box() for part in ("li", "img.thumbnail"))
+    assert pictures["x"] - rows["x"] < 8, "a face stands at the beginning of its row"
     page.locator("#person-faces").get_by_role("button", name="Show larger: Ada, face").first.click()
     larger = page.get_by_role("dialog", name="Ada, face")
     expect(larger.get_by_role("img", name="Ada, face")).to_be_visible()
