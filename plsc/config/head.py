@@ -48,7 +48,8 @@ class HeadConfig:
         m2: combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.
         m3: combined: m3 of cos(m1·θ + m2) − m3; unset: 0.
         h: adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.
-        rate: adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.
+        rate: adaface, curricularface: weight of the newest batch, or micro-batch of optim.accumulate, in the running
+            statistics; unset: 0.01.
         m_low: magface: margin at norm_low, in radians; unset: 0.45.
         m_high: magface: margin at norm_high, in radians; unset: 0.8.
         norm_low: magface: smallest embedding norm; unset: 10.

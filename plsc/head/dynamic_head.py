@@ -55,9 +55,11 @@ class DynamicHead(ShardedHead):
             (weight imprinting: Qi et al., CVPR 2018), or "random", N(0, 0.01²), from ``seed`` and key. Both have the
             length that random rows have, 0.01·√D. Of several sub-centres, those after the first are the mean with
             noise as large. The optimizer's state begins at zero.
-        admit_after: samples of a key that are seen before it gets a row; until then they have no label.
-        expire_after: training batches without a sample of a key after which it is removed; None: it stays. Looked
-            after every tenth part of so many, where no batch waits for the optimizer. Moves 8 bytes more per sample.
+        admit_after: samples of a key that are seen before it gets a row; until then they have no label. A key that
+            is given twice among a sample's labels counts once.
+        expire_after: steps of the head's optimizer, of one batch or of several that accumulate, without a sample of a
+            key after which it is removed; None: it stays. Looked after at the end of every tenth part of so many.
+            Moves 8 bytes more per sample.
         **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
             (``averaging_period``) are averaged before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
             ``frozen_rows`` is "all", FILE.txt of names (:meth:`use_names`), one a line, or keys: their classes keep
@@ -67,6 +69,7 @@ class DynamicHead(ShardedHead):
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
         num_classes: those that there are now, of all shards.
+        steps: of its optimizer that had a batch, skipped ones included.
 
     Raises:
         UsageError: an argument is out of its range, or is one that a table of one size takes alone.
@@ -104,6 +107,7 @@ class DynamicHead(ShardedHead):
         self._rows = DenseRows(self.softmax.table)
         self._names: Sequence[str] | None = None
         self._label_keys: Keys | None = None
+        self.steps = 0
         self._counts = [0] * self.mesh.head.world_size  # classes of each shard
         self._resize(self._counts)
 
@@ -163,7 +167,7 @@ class DynamicHead(ShardedHead):
             if lacking:
                 lacking = self._insert_new(embeddings.detach(), keys)
             if self.expire_after is not None:
-                self._expire(keys)
+                self._see(keys)
         numbers = labels if keys is None else self.numbers_of(labels)
         if lacking and numbers.dim() == 1:
             numbers = numbers[:, None]
@@ -240,7 +244,7 @@ class DynamicHead(ShardedHead):
 
         Returns whether some are not admitted yet.
         """
-        lacking = (self.key_map.find(keys)[0] < 0) & (keys >= 0)
+        lacking = (self.key_map.find(keys)[0] < 0) & (keys >= 0) & _first_of_sample(keys)
         samples = np.nonzero(lacking)[0]
         unit = torch.nn.functional.normalize(embeddings[torch.from_numpy(samples).to(embeddings.device)].float())
         sizes = [count for (count,) in all_gather_numbers([len(samples)], self.mesh)]
@@ -255,16 +259,21 @@ class DynamicHead(ShardedHead):
         self._add(new, self._first.means(new, found, vectors) if by_mean else self._first.random(new))
         return not is_new.all()
 
-    def _expire(self, keys: Keys) -> None:
-        """Note that this batch has ``keys``, and remove those that no batch had for long; every rank calls."""
-        assert self.expire_after is not None
-        now, device = self.softmax.forwards, self.mesh.device
+    def _see(self, keys: Keys) -> None:
+        """Note that the present step has ``keys`` of this rank; every rank calls."""
         sizes = [count for (count,) in all_gather_numbers([keys.size], self.mesh)]
-        self.key_map.see(
-            all_gather_rows(torch.from_numpy(keys.ravel()).to(device), self.mesh, sizes).cpu().numpy(), now
-        )
-        if now % max(self.expire_after // 10, 1) == 0 and not self.softmax.pending.batches:
-            gone = self.key_map.keys[now - self.key_map.seen > self.expire_after]
+        own = torch.from_numpy(keys.ravel()).to(self.mesh.device)
+        self.key_map.see(all_gather_rows(own, self.mesh, sizes).cpu().numpy(), self.steps)
+
+    def end_step(self) -> None:
+        """Count a step, and remove the classes of which too many had no sample.
+
+        What a step accumulates from several batches is known at its end alone.
+        """
+        now, most = self.steps, self.expire_after
+        self.steps += 1
+        if most is not None and now % max(most // 10, 1) == 0:
+            gone = self.key_map.keys[now - self.key_map.seen > most]
             if len(gone):
                 self.remove(gone.tolist())
 
@@ -272,7 +281,7 @@ class DynamicHead(ShardedHead):
         """Make classes of new ``keys`` (m,), sorted, from ``values`` (m, K, D), each on the shard that has fewest."""
         self._refuse_beyond_room(len(keys))
         shards, classes, counts = evenly_placed(len(keys), self._counts)
-        self.key_map.add(keys, shards, classes, self.softmax.forwards)
+        self.key_map.add(keys, shards, classes, self.steps)
         own = shards == self.mesh.head.rank
         self._resize(counts)
         self._renew_frozen()
@@ -321,7 +330,7 @@ class DynamicHead(ShardedHead):
         names = {key: self.key_map.names[key] for key in others.tolist() if key in self.key_map.names}
         self.remove(others.tolist())
         (shard,), (place,) = self.key_map.find(np.array([into]))
-        self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place), self.softmax.forwards)
+        self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place), self.steps)
         self.key_map.enter_names(names)
         self._renew_frozen()
         if shard == self.mesh.head.rank:
@@ -436,6 +445,15 @@ class DynamicHead(ShardedHead):
             state["counts"] = torch.tensor(self._counts)
         return state
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """As :meth:`plsc.ShardedHead.get_extra_state`, with the number of steps."""
+        return {**super().get_extra_state(), "steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned; former versions counted batches in the place of steps."""
+        super().set_extra_state(state)
+        self.steps = int(state.get("steps", state["forwards"]))
+
     def load_key_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().
 
@@ -458,3 +476,13 @@ class DynamicHead(ShardedHead):
     def extra_repr(self) -> str:
         """For print()."""
         return f"{super().extra_repr()}, at most {self.max_classes} classes"
+
+
+def _first_of_sample(keys: Keys) -> NDArray[np.bool_]:
+    """Where each key of a sample's (b, K) is given first; of (b,), everywhere."""
+    if keys.ndim == 1:
+        return np.ones(keys.shape, dtype=bool)
+    order = np.argsort(keys, axis=1, kind="stable")
+    ordered, first = np.take_along_axis(keys, order, 1), np.ones(keys.shape, dtype=bool)
+    np.put_along_axis(first, order[:, 1:], ordered[:, 1:] != ordered[:, :-1], 1)
+    return first

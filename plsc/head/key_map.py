@@ -34,7 +34,7 @@ class KeyMap:
         keys: (n,) int64, sorted.
         shards: (n,) int32, of each.
         classes: (n,) int64, the number in its shard.
-        seen: (n,) int64, the training batch that had it last; -1 where nobody took note.
+        seen: (n,) int64, the training step that had it last; -1 where nobody took note.
         waiting: samples so far of keys that are not admitted yet.
         names: of keys, whether they have a row or not.
     """
@@ -59,8 +59,8 @@ class KeyMap:
         known = self.keys[place] == keys
         return np.where(known, self.shards[place], -1), np.where(known, self.classes[place], -1)
 
-    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, batch: int = -1) -> None:
-        """Enter ``keys`` (m,), none of which is there, as seen in training batch ``batch``.
+    def add(self, keys: Keys, shards: NDArray[np.int32], classes: Keys, step: int = -1) -> None:
+        """Enter ``keys`` (m,), none of which is there, as seen in training step ``step``.
 
         Raises:
             UsageError: a key is there, or is given twice: the map would be one that :meth:`load_state` refuses.
@@ -75,7 +75,7 @@ class KeyMap:
         self.keys = np.insert(self.keys, places, keys[order])
         self.shards = np.insert(self.shards, places, shards[order])
         self.classes = np.insert(self.classes, places, classes[order])
-        self.seen = np.insert(self.seen, places, batch)
+        self.seen = np.insert(self.seen, places, step)
         for key in keys.tolist():
             self.waiting.pop(key, None)
 
@@ -88,9 +88,9 @@ class KeyMap:
             self.waiting[key] = self.waiting.get(key, 0) + count
         return distinct[[self.waiting[key] >= sightings for key in distinct.tolist()]]
 
-    def see(self, keys: Keys, batch: int) -> None:
-        """Record that training batch ``batch`` had ``keys``, and those of which nobody took note before."""
-        self.seen[np.isin(self.keys, keys) | (self.seen < 0)] = batch
+    def see(self, keys: Keys, step: int) -> None:
+        """Record that training step ``step`` had ``keys``, and those of which nobody took note before."""
+        self.seen[np.isin(self.keys, keys) | (self.seen < 0)] = step
 
     def discard(self, keys: Keys) -> None:
         """Forget ``keys`` and their names."""

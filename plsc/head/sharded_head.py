@@ -293,6 +293,9 @@ class ShardedHead(nn.Module):
         """
         self.softmax.prefetch(labels, sizes)
 
+    def end_step(self) -> None:
+        """Called by an optimizer of the head when its step has taken the batches that waited; every rank calls."""
+
     def set_margin(self, margin: Margin) -> None:
         """Take other values of the margin from the next batch on; its running statistics stay. Every rank calls.
 

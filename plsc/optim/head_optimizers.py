@@ -116,6 +116,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             self._table.norms_are_current()
         self._softmax.exchange.after_step(self._averages())
         self._pending.clear()
+        self.head.end_step()
         return loss
 
     def step_unless(self, verdict: Verdict) -> None:

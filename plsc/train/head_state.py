@@ -44,6 +44,8 @@ def check_numbers(stored: StoredCheckpoint) -> None:
         of_table = f".{name}" if name else ""
         stored.value(f"head_steps{of_table}", int)
         stored.value(f"head{of_table}.forwards", int)
+        if "steps" in stored.value(f"head{of_table}", dict):
+            stored.value(f"head{of_table}.steps", int)
         margin = stored.value(f"head{of_table}.margin", dict)
         if not all(isinstance(number, int | float) for number in margin.values()):
             raise IntegrityError(f"{stored.path} holds no state of a margin; it is the checkpoint of another program")

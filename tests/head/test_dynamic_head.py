@@ -583,6 +583,62 @@ def comes_and_goes(mesh):
     return said
 
 
+STREAM = [[1, 2, 3, 4], [5, 6, 1, 7], [8, 2, 5, 8], [8, 8, 9, 5], [4, 6, 6, 9], [9, 9, 6, 5], [1, 6, 9, 9], [9, 9, 9, 6]]
+
+
+def accumulated(mesh, parts, expire_after):
+    """The keys after each step of STREAM's batches, each in so many micro-batches as its number in ``parts``."""
+    head = plsc.DynamicHead(DIM, 20, mesh, ARC, expire_after=expire_after, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    x, _ = batch(0, 4)
+    held = []
+    for keys, number in zip(STREAM, parts * len(STREAM), strict=False):
+        for rows in torch.arange(4).split(4 // number):
+            own = rows[mesh.rank :: mesh.world_size]
+            head(x[own].requires_grad_(), torch.tensor(keys)[own]).backward()
+        optimizer.step()
+        held.append(head.key_map.keys.tolist())
+    return held, head.get_extra_state()["steps"], head.softmax.forwards
+
+
+@pytest.mark.parametrize("expire_after", [1, 2, 3])
+def test_micro_batches_of_a_step_count_as_one(ranks, expire_after):
+    alone = plsc.parallel.Mesh(0, 1, 0, torch.device("cpu"))
+    last_had = {}
+    expected = []
+    for step, keys in enumerate(STREAM):
+        last_had |= dict.fromkeys(keys, step)
+        last_had = {key: had for key, had in last_had.items() if step - had <= expire_after}
+        expected.append(sorted(last_had))
+    for parts in ([1], [2], [4], [1, 2, 2]):  # an epoch's last group may be shorter, and moves those that follow
+        held, steps, forwards = accumulated(alone, parts, expire_after)
+        assert held == expected
+        assert steps == len(STREAM) < forwards or parts == [1]
+    assert [found[0] for found in ranks(2, accumulated, [2], expire_after)] == [expected] * 2
+
+
+def test_steps_go_on_where_a_checkpoint_was_and_where_it_counted_batches():
+    head = plsc.DynamicHead(DIM, 20, margin=ARC, **HIGH)
+    head.set_extra_state({"forwards": 12, "margin": {}, "steps": 3})
+    assert head.get_extra_state() == {"forwards": 12, "margin": {}, "steps": 3}
+    head.set_extra_state({"forwards": 12, "margin": {}})
+    assert head.steps == 12
+
+
+def test_a_key_that_a_sample_is_given_twice_counts_once():
+    head = plsc.DynamicHead(DIM, 20, margin=ARC, admit_after=2, **HIGH)
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    x, _ = batch(0, 3)
+    train_step(head, optimizer, x[:1], torch.tensor([[7, 7, 7, -1]]))
+    assert len(head.key_map) == 0
+    train_step(head, optimizer, x[1:2], torch.tensor([[7, 8, 7, 8]]))
+    assert head.key_map.keys.tolist() == [7]
+    first = [plsc.DynamicHead(DIM, 20, margin=ARC, **HIGH) for _ in range(2)]
+    for each, labels in zip(first, ([[5, 5], [5, -1]], [[5, -1], [5, -1]]), strict=True):
+        each(x[:2], torch.tensor(labels))
+    assert torch.equal(first[0].rows_of([5]), first[1].rows_of([5]))  # the mean of both samples
+
+
 def test_a_class_that_nobody_watched_expires_no_earlier_than_others():
     before = plsc.DynamicHead(DIM, 20, margin=ARC, **HIGH)
     optimizer, (x, _) = plsc.HeadSGD(before, lr=LR), batch(0)
