@@ -6,6 +6,8 @@ if __name__ != "plsc.data":
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from plsc.data.avatars import open_avatars
 from plsc.data.codec import decode_image, read_image
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, ImageDataset
@@ -14,7 +16,7 @@ from plsc.data.glyphs import open_glyphs
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
 from plsc.data.record_dataset import RecordDataset
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError
 from plsc.extensions import Registry
 from plsc.models.preprocessing import BILINEAR, ImageSize, normalize
 from plsc.regular_files import open_regular
@@ -82,7 +84,7 @@ def open_dataset(
 
 def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
     if has_reader(source):
-        return READERS[str(source).partition(":")[0]](str(source), image_size)
+        return _read(str(source), image_size)
     path = Path(source)
     if path.is_dir():
         records = _records_in(path)
@@ -98,6 +100,19 @@ def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int
     if path.suffix.lower() not in _LIST_SUFFIXES:
         raise UsageError(f"{path} is of no known form; images come from {FORMS}")
     return ListDataset(path, image_size)
+
+
+def _read(source: str, image_size: ImageSize | None) -> ImageDataset:
+    dataset = READERS[source.partition(":")[0]](source, image_size)
+    if not isinstance(dataset, ImageDataset):
+        raise UsageError(
+            f"{source}: its reader returns {type(dataset).__name__}, and no plsc.data.ImageDataset; mend it"
+        )
+    if not isinstance(dataset.labels, np.ndarray) or dataset.labels.dtype.kind not in "iu":
+        raise UsageError(f"{source}: its reader's labels are no NumPy array of integers; mend it")
+    if not len(dataset):
+        raise DataError(f"{source} holds no image; name another set, or mend its reader")
+    return dataset
 
 
 def _records_in(folder: Path) -> Path | None:

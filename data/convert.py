@@ -3,7 +3,8 @@
 Images keep the paths that they have in their source. A ``.rec`` has them in its keys file
 (:mod:`plsc.data.recordio`). In a folder an image has its own path, below the folder of its class, with another
 suffix where the format changes; ``images.tsv`` lists them, a line ``path<TAB>class<TAB>path in the source`` each, with
-the last column escaped as in a keys file.
+the last column escaped as in a keys file. Images without a class (label -1) go to a folder alone, beside those of the
+classes, and are in no list.
 """
 
 import itertools
@@ -161,7 +162,8 @@ def _to_folder(images: _Images, out: Path) -> int:
             name = names.add(index, label, suffix_of(data) or "")
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(data)
-            write_key(lines, name, names.folders[label], images.dataset.key(index))
+            if label >= 0:
+                write_key(lines, name, names.folders[label], images.dataset.key(index))
     return len(names.folders)
 
 
@@ -174,22 +176,28 @@ class _OutputNames:
 
     def __init__(self, dataset: ImageDataset, order: NDArray[np.int64]) -> None:
         self._dataset, self._order = dataset, order
-        self._ends = np.append(0, np.cumsum(np.bincount(dataset.labels, minlength=dataset.num_classes)))
+        counts = np.bincount(dataset.labels + 1, minlength=dataset.num_classes + 1)  # from label -1 on
+        self._ends = np.append(0, np.cumsum(counts))
         self.folders: dict[int, str] = {}
+        self._label: int | None = None  # of the present image
         self._used_folders = {LIST_NAME}
         self._own: set[str] = set()
         self._used: set[str] = set()
 
     def add(self, index: int, label: int, suffix: str) -> str:
         """Return the path of image ``index``, whose encoded form has ``suffix``, with slashes."""
-        if label not in self.folders:
-            class_name = self._dataset.class_names[label]
-            self.folders[label] = _folder_name(class_name, label, self._used_folders)
-            members = self._order[self._ends[label] : self._ends[label + 1]]
+        if label != self._label:
+            self._label = label
+            if label >= 0:
+                self.folders[label] = _folder_name(self._dataset.class_names[label], label, self._used_folders)
+            members = self._order[self._ends[label + 1] : self._ends[label + 2]]
             self._own = {self._below_class(int(member), label) for member in members}
             self._used = set()
         name = self._unused(self._below_class(index, label), suffix)
         self._used.update((name, *map(str, PurePosixPath(name).parents)))
+        if label < 0:
+            self._used_folders.add(name.casefold())
+            return name
         return f"{self.folders[label]}/{name}"
 
     def _below_class(self, index: int, label: int) -> str:
@@ -198,7 +206,7 @@ class _OutputNames:
         if key.isdecimal():  # a record without a path
             return f"{int(key):08d}"
         parts = key.split("/")
-        class_name = self._dataset.class_names[label]
+        class_name = self._dataset.class_names[label] if label >= 0 else None
         if class_name in parts[:-1]:
             parts = parts[parts.index(class_name) + 1 :]
         for name in ([part for part in parts if part != "."], parts[-1:]):

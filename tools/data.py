@@ -9,6 +9,7 @@ that holds train.rec), or a built-in drawing, avatars:IDSxIMAGES[@FIRST] or glyp
   plsc data pairs unseen/ unseen.bin           a verification set for `plsc eval`, half of its pairs the same identity
   plsc data pairs lfw-aligned/ lfw.bin --list pairs.txt             LFW's own pairs and folds
   plsc data align photos/ --out faces.rec --landmarks points.csv    cut out the faces, aligned as models expect them
+  plsc data align photos/ --out faces/ --detector mtcnn             also of photos that are in no sub-folder
   plsc data from-gallery gallery/ people/      the pictures that `plsc serve --keep-thumbnails` kept, a class per person
 
 Of a folder, files ending in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first frame), .tif, .tiff, .pgm, .ppm,
@@ -123,10 +124,13 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data import open_dataset
     from plsc.data.alignment import AlignedImages
     from plsc.data.convert import check_out
-    from plsc.embedding.sources import locator
+    from plsc.embedding.sources import locator, open_pictures
 
     check_out(args.source, args.out, overwrite=args.overwrite)
-    pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
+    if args.out.suffix == ".rec":  # whose pictures all have a class
+        pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
+    else:
+        pictures = open_pictures(args.source, max_bad_records=args.max_bad_records)
     faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
     return _written(args, faces, "face", workers=args.workers, label="align")
 
@@ -285,4 +289,5 @@ def _picture_lines(result: dict[str, Any], least: int) -> list[str]:
 
 
 def _images_of_classes(result: dict[str, Any], noun: str = "image") -> str:
-    return f"{counted(result['images'], noun)} of {counted(result['classes'], 'class')}"
+    classes = f" of {counted(result['classes'], 'class')}" if result["classes"] else ""
+    return f"{counted(result['images'], noun)}{classes}"

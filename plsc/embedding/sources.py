@@ -11,7 +11,7 @@ import torch
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
 from plsc.data.codec import to_rgb_tensor
-from plsc.data.dataset import FileDataset
+from plsc.data.dataset import MAX_BAD_RECORDS, FileDataset
 from plsc.data.folder import PictureFiles
 from plsc.data.identity import file_stamps
 from plsc.errors import UsageError
@@ -109,9 +109,9 @@ def open_images(
     return AlignedImages(pictures, locator(pictures, points, detector), image_size)
 
 
-def open_pictures(source: str | Path) -> ImageDataset:
-    """Open what :func:`open_images` opens, each picture in its own size."""
-    return _open(source, None)
+def open_pictures(source: str | Path, *, max_bad_records: int | None = MAX_BAD_RECORDS) -> ImageDataset:
+    """Open what :func:`open_images` opens, each picture in its own size; ``max_bad_records`` as of a .rec's opening."""
+    return _open(source, None, max_bad_records)
 
 
 def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None) -> Locator:
@@ -123,7 +123,9 @@ def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None
     return DetectedLandmarks(detector or "")
 
 
-def _open(source: "ImageSource", image_size: ImageSize | None) -> ImageDataset:
+def _open(
+    source: "ImageSource", image_size: ImageSize | None, max_bad_records: int | None = MAX_BAD_RECORDS
+) -> ImageDataset:
     if not isinstance(source, str | Path):
         return ImageList(_as_sequence(source), image_size)
     path = Path(source)
@@ -131,7 +133,7 @@ def _open(source: "ImageSource", image_size: ImageSize | None) -> ImageDataset:
         return LooseImages(path.parent, [path.name], image_size, may_leave=True)
     if path.is_dir() and not any(path.glob("*.rec")) and (files := PictureFiles(path)).loose:
         return _loose_images(files, image_size)
-    return open_dataset(source, image_size=image_size)
+    return open_dataset(source, image_size=image_size, max_bad_records=max_bad_records)
 
 
 def _as_sequence(source: "ImageSource") -> "Sequence[ImageLike]":

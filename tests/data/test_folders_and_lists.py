@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import plsc
-from plsc.data import open_dataset
+from plsc.data import READERS, ImageDataset, open_dataset
 from plsc.data.convert import convert
 from plsc.data.dataset import PackedStringColumn, map_names, map_numbers
 from plsc.data.folder import SYSTEM_FOLDERS
@@ -75,7 +76,9 @@ def test_who_is_named_nearly_so_is_somebody(tmp_path: Path) -> None:
 
 def test_a_folder_of_previews_alone_is_said(tmp_path: Path) -> None:
     put(tmp_path / "@eaDir/x/1.png")
-    with pytest.raises(UsageError, match="no image in any sub-folder, and 1 hidden or system folder left out: 1 @eaDir;"):
+    with pytest.raises(
+        UsageError, match="no image in any sub-folder, and 1 hidden or system folder left out: 1 @eaDir;"
+    ):
         open_dataset(tmp_path)
 
 
@@ -111,6 +114,33 @@ def test_what_is_no_data_set(tmp_path: Path, name: str) -> None:
         (tmp_path / file).touch()
     with pytest.raises(UsageError, match=name):
         open_dataset(name if name.startswith("avatars") else tmp_path / name)
+
+
+class Read(ImageDataset):
+    """What a package's reader may return."""
+
+    def __init__(self, labels: Any) -> None:
+        super().__init__("read:x", labels, ["a"], None)
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "message"),
+    [
+        (Read(np.empty(0, np.int64)), DataError, "read:x holds no image; name another set, or mend its reader"),
+        (Read([0, 0]), UsageError, "read:x: its reader's labels are no NumPy array of integers; mend it"),
+        (Read(np.zeros(2)), UsageError, "read:x: its reader's labels are no NumPy array of integers; mend it"),
+        (None, UsageError, "read:x: its reader returns NoneType, and no plsc.data.ImageDataset; mend it"),
+    ],
+)
+def test_a_reader_without_images_is_named(
+    returned: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(READERS, "read", lambda source, size: returned)
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        open_dataset("read:x")
 
 
 def test_a_file_that_vanished_or_broke_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from support.scrfd import stand_in
 
 from plsc.data import open_dataset, read_image
 from plsc.data.alignment import TEMPLATE, AlignedImages, FileLandmarks, align_face, read_landmarks
+from plsc.embedding.sources import open_pictures
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
@@ -170,6 +171,39 @@ def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path,
     assert align(photos, tmp_path / "none", blank, "--max-bad-records", "2") == 1
     assert "more than 2 images" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_photos_in_no_sub_folder_are_aligned_too(photos, tmp_path, capsys):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    names = {"0.png": photos / "ann/0.png", "1.png": photos / "ann/1.png"}
+    for name, path in names.items():
+        (flat / name).write_bytes(path.read_bytes())
+    points = written(
+        tmp_path / "p.csv", [(key.partition("/")[2], rest) for key, rest in list(lines(photos))[:2]], "csv"
+    )
+    assert align(flat, tmp_path / "faces", points) == 0
+    assert f"{tmp_path / 'faces'}: 2 faces\n" in capsys.readouterr().out
+    made = open_pictures(tmp_path / "faces")
+    assert [made.key(i) for i in range(len(made))] == list(names)
+    assert all(torch.equal(made.image(i), cut_out(photos, f"ann/{name}")) for i, name in enumerate(names))
+    assert align(flat, tmp_path / "faces", points, "--overwrite") == 0
+    assert align(flat, tmp_path / "faces.rec", points) == 2  # whose pictures have classes
+    assert "give each identity a folder of its own" in capsys.readouterr().err
+
+
+def test_photos_beside_sub_folders_are_aligned_with_them(photos, tmp_path):
+    mixed = tmp_path / "mixed"
+    (mixed / "0.png").mkdir(parents=True)  # a person whose name is that of a crop
+    for name in ("0.jpg", "0.png/0.png"):
+        Image.open(photos / "ann/0.png").save(mixed / name)
+    (_, numbers), *_ = lines(photos)
+    points = written(tmp_path / "p.csv", [("0.jpg", numbers), ("0.png/0.png", numbers)], "csv")
+    assert align(mixed, tmp_path / "faces", points) == 0
+    assert (tmp_path / "faces/0.png").is_file()
+    made = open_dataset(tmp_path / "faces/images.tsv", image_size=None)
+    assert len(made) == 1
+    assert torch.equal(made.image(0), cut_out(photos, "ann/0.png"))
 
 
 def test_records_may_be_named_by_their_numbers(photos, tmp_path):
