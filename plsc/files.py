@@ -187,13 +187,17 @@ def _json_text(value: Any) -> str:
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
     """Read a JSON file; a missing or malformed one, or one of more bytes, is a :class:`DataError` that names it."""
+    return parse_json(read_json_text(path, largest), path, largest)
+
+
+def read_json_text(path: Path, largest: int = LARGEST_JSON) -> str:
+    """Read a JSON file for :func:`parse_json`; raises as :func:`read_json`."""
     try:
-        text = read_text(path, largest)
+        return read_text(path, largest)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except OSError as error:
         raise DataError(f"{path} is not readable as JSON: {first_line(error)}") from None
-    return parse_json(text, path, largest)
 
 
 def parse_json(content: str | bytes, path: Path, largest: int = LARGEST_JSON) -> Any:
@@ -348,10 +352,7 @@ def read_manifest(folder: Path, format_name: str, version: int, *, oldest: int |
         raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
     if not isinstance(content, dict) or SEAL not in content or "format" not in content:
         raise DataError(f"{folder} is no {format_name}: its {MANIFEST} describes something else")
-    unsealed = {name: value for name, value in content.items() if name != SEAL}
-    # The text is compared too: JSON that means the same can still differ in a byte, and then somebody edited the file.
-    if not _is_sealed(content, unsealed, text):
-        raise IntegrityError(f"{path} is corrupt (its content does not match its digest); use another copy")
+    unsealed = check_seal(path, content, text)
     if unsealed["format"] != format_name:
         raise DataError(f"{folder} is no {format_name}: it is a {unsealed['format']}")
     found = manifest_value(folder, unsealed, "version", int)
@@ -369,11 +370,26 @@ def holds_manifest(folder: Path, format_name: str) -> bool:
     return isinstance(content, dict) and content.get("format") == format_name
 
 
-def _is_sealed(content: Manifest, unsealed: Manifest, text: str) -> bool:
+def check_seal(path: Path, content: Manifest, text: str) -> Manifest:
+    """Return the content of a manifest without its digest.
+
+    Args:
+        path: of the manifest.
+        content: its JSON.
+        text: what that was parsed from. JSON that means the same can still differ in a byte, and then somebody edited
+            the file.
+
+    Raises:
+        IntegrityError: it is not, byte for byte, what :func:`write_manifest` wrote.
+    """
+    unsealed = {name: value for name, value in content.items() if name != SEAL}
     try:
-        return bool(content[SEAL] == digest(unsealed) and text == _json_text(content))
+        is_whole = content.get(SEAL) == digest(unsealed) and text == _json_text(content)
     except (ValueError, RecursionError):  # NaN, which JSON does not have and Python reads
-        return False
+        is_whole = False
+    if not is_whole:
+        raise IntegrityError(f"{path} is corrupt (its content does not match its digest); use another copy")
+    return unsealed
 
 
 def atomic_replace_dir(tmp_path: Path, final: Path) -> None:

@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: they are published whole or not at all, and the keep policy removes them.
 
 RUN/checkpoints/step-XXXXXXXX holds the tensors as torch.distributed.checkpoint stores them (.metadata, __R_0.distcp),
-state.json with all that is small, and manifest.json with every file's size and SHA-256, the time and the mean accuracy.
+state.json with all that is small, and manifest.json with every file's size and SHA-256, the time, the mean accuracy,
+and its own digest.
 ``latest`` names the newest. All ranks see one file system. :mod:`plsc.train.async_checkpoint` writes checkpoints while
 training goes on, :mod:`plsc.train.checkpoint_reader` reads them on any other number of ranks.
 
@@ -37,7 +38,7 @@ import torch
 
 from plsc.config import KeepConfig
 from plsc.errors import DataError, PlscError, UsageError
-from plsc.files import MANIFEST, atomic_replace_dir, atomic_write, describe_files, read_json, write_json
+from plsc.files import MANIFEST, atomic_replace_dir, atomic_write, describe_files, read_json, write_manifest
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import barrier
 
@@ -119,7 +120,7 @@ class CheckpointFolder:
         """
         files = {**files, **describe_files(tmp_path, [STATE, METADATA])}
         about = {"format": FORMAT, "saved_at": time.time(), "accuracy": accuracy}
-        write_json(tmp_path / MANIFEST, {**about, "files": files})
+        write_manifest(tmp_path, {**about, "files": files})
         atomic_replace_dir(tmp_path, self._path(step))
         self._known.pop(self._path(step), None)
         try:

@@ -33,7 +33,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
-from plsc.files import LARGEST_JSON, MANIFEST, check_description, file_state, open_described, parse_json, read_json
+from plsc.files import (
+    LARGEST_JSON,
+    MANIFEST,
+    check_description,
+    check_seal,
+    file_state,
+    open_described,
+    parse_json,
+    read_json_text,
+)
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import broadcast_object, raise_on_all_ranks
 from plsc.signing import CHECKPOINT, is_asked_for, require_signed
@@ -41,6 +50,7 @@ from plsc.train.checkpoint import FORMAT, METADATA, STATE, CheckpointFolder, ste
 
 Files = dict[str, dict[str, Any]]
 _Kind = TypeVar("_Kind")
+_UNSEALED_KEYS = {"format", "saved_at", "accuracy", "files"}  # all keys of manifests of earlier versions
 _MOST_AXES = 64
 _MOST_COMPARISONS = 1_000_000  # of pieces that begin in the same rows: tensor parallelism cuts columns into few
 _LARGEST_METADATA = 1 << 30  # some 200 bytes for each 64 MiB of a tensor
@@ -139,8 +149,11 @@ def listed_files(path: Path) -> Files:
     """
     if not _is_own_file(path / MANIFEST):
         raise IntegrityError(f"{path / MANIFEST} is no file of its own, but a link or a device; use another copy")
-    manifest = _object(read_json(path / MANIFEST), path / MANIFEST)
+    text = read_json_text(path / MANIFEST)
+    manifest = _object(parse_json(text, path / MANIFEST), path / MANIFEST)
     require_signed(path, CHECKPOINT, manifest)
+    if not manifest.keys() <= _UNSEALED_KEYS:
+        check_seal(path / MANIFEST, manifest, text)
     if manifest.get("format") != FORMAT:
         raise IntegrityError(
             f"{path / MANIFEST} is not a checkpoint's manifest of format {FORMAT}; name another folder"

@@ -207,7 +207,7 @@ def with_a_full_disk(mesh: Any, out: Path, place: str, steps: int = 12) -> str:
         ("checkpoint_writer.FileSystemWriter.write_data", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("checkpoint_writer.FileSystemWriter.finish", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("async_checkpoint.write_json", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
-        ("checkpoint.write_json", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
+        ("checkpoint.write_manifest", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("checkpoint.atomic_replace_dir", "the checkpoint {}/checkpoints/.step-00000008.tmp"),
         ("evaluate.atomic_write", "{}/model.safetensors"),
     ],

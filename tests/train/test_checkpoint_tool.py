@@ -17,8 +17,10 @@ from support.tiny_runs import register_tiny, run
 from torch.distributed.checkpoint import FileSystemReader
 from untrusted.checkpoint_files import CHANGES
 
+from plsc.errors import PlscError
 from plsc.models import load_model
 from plsc.tools.entry import main
+from plsc.train.checkpoint_reader import listed_files
 
 Ranks = Any
 SHORT = {"epochs": None, "steps": 2, "checkpoint.every_steps": 1}
@@ -162,6 +164,31 @@ def test_verify_names_every_file_that_is_not_whole(runs: Any, tmp_path: Path, ra
     ):
         assert sum(name in line and word in line for line in result["problems"]) == 1
     assert err.splitlines() == [f"plsc checkpoint: {line}" for line in result["problems"]]
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_named(runs: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["tp"] / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    assert listed_files(folder)
+    for bit in range(0, 8 * len(content), 11):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(PlscError, match=r"manifest\.json"):
+            listed_files(folder)
+
+
+def test_a_manifest_of_an_earlier_version_has_no_digest(runs: Any, tmp_path: Path, ranks: Ranks) -> None:
+    folder = shutil.copytree(runs["tp"] / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["seal"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert call(ranks, "verify", folder)[0] == 0
+    for name in ("saved_at", "accuracy"):
+        del manifest[name]
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        assert call(ranks, "verify", folder)[0] == 0
 
 
 @pytest.mark.parametrize(
