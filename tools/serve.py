@@ -151,9 +151,7 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     add("--decode-processes", type=positive, default=cores, metavar="N", help=text)
     add("--encrypt", type=Path, metavar="KEYFILE", help="keep the faces of a folder's store encrypted under this key")
     add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
-    text = (
-        "seconds after which no file of a folder's store, and no picture of --thumbnails, is of who was deleted (3600)"
-    )
+    text = "seconds after which no file of a folder's store, and no kept picture, is of who was deleted (3600)"
     add("--compact-within", type=float, default=COMPACT_WITHIN, metavar="S", help=text)
     text = "keep a small picture of each enrolled face, until it is deleted"
     add("--keep-thumbnails", action="store_true", help=text)

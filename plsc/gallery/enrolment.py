@@ -189,6 +189,7 @@ class Enrolment:
                     return
                 elif error.status != _CONFLICT or not self._find(outcome, there):  # else enrolled at the same moment
                     raise
+        assert outcome.id is not None, "else it was enrolled above"
         new = [face for face in faces.values() if face.key not in there.keys]
         if new:
             added = self._client.add_faces(self._collection, outcome.id, new)

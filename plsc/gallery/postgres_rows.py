@@ -115,7 +115,8 @@ class PostgresRows(Rows):
     def _select(self, condition: str, *values: Any) -> list[Person]:
         rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
         return [
-            Person(*about[:3], tuple(faces), *about[3:], _without_none(faces, keys)) for *about, faces, keys in rows
+            Person(id, name, metadata, tuple(faces), created, external, revision, expires, _without_none(faces, keys))
+            for id, name, metadata, created, external, revision, expires, faces, keys in rows
         ]
 
     def expired_ids(self) -> list[int]:

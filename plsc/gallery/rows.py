@@ -210,9 +210,9 @@ class Rows(ABC):
             return self.enrol([person])[0], True
         self.delete_faces(former, former.faces)
         faces = tuple(self.insert_faces(former, person.vectors, person.second))
-        about = {"name": person.name, "metadata": person.metadata, "expires": person.expires}
-        changed = self._save(former, replace(former, **about, faces=faces, keys={}))
-        return self._with_keys(changed, faces, person.keys), False
+        changed = replace(former, name=person.name, metadata=person.metadata, expires=person.expires, faces=faces)
+        saved = self._save(former, replace(changed, keys={}))
+        return self._with_keys(saved, faces, person.keys), False
 
     def add_faces(
         self, person: Any, vectors: Float32, second: Float32 | None, keys: Sequence[str | None] = ()

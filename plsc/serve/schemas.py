@@ -365,7 +365,7 @@ class FaceView(BaseModel):
     """A face of a person: one embedding."""
 
     id: int
-    key: str | None = Field(None, description="Left out where there is none")
+    key: str | None = Field(default=None, description="Left out where there is none")
 
 
 class FacesView(BaseModel):
