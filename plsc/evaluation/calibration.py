@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, allowed_impostors, merge_rocs
+from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, allowed_impostors, merge_rocs, threshold_that_holds
 from plsc.files import LARGEST_JSON, digest, parse_json, write_json
 from plsc.signing import CALIBRATION, read_signed
 
@@ -122,12 +120,11 @@ def operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
     allowed = allowed_impostors(roc, fmr)
     if allowed < MINIMUM_IMPOSTORS or not roc.genuine_pairs:
         return None
-    reached = int(np.searchsorted(roc.impostors, allowed, side="right"))
-    if not reached:  # more impostors than allowed tie at the very top: no score keeps them out
+    threshold, point = threshold_that_holds(roc, allowed)
+    if not point:  # more impostors than allowed tie at the very top: no score keeps them out
         return None
-    index = reached - 1
-    tmr = float(roc.genuine[index] / roc.genuine_pairs)
-    return OperatingPoint(fmr, float(roc.thresholds[index]), tmr, int(roc.impostors[index]))
+    tmr = float(roc.genuine[point - 1] / roc.genuine_pairs)
+    return OperatingPoint(fmr, threshold, tmr, int(roc.impostors[point - 1]))
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -13,7 +13,15 @@ import numpy as np
 
 from plsc.embedding.columns import Float32, Int64
 from plsc.errors import DataError
-from plsc.evaluation.roc import FARS, MINIMUM_IMPOSTORS, Roc, all_pairs_roc, allowed_impostors, sample_identities
+from plsc.evaluation.roc import (
+    FARS,
+    MINIMUM_IMPOSTORS,
+    Roc,
+    all_pairs_roc,
+    allowed_impostors,
+    sample_identities,
+    threshold_that_holds,
+)
 from plsc.progress import printable
 from plsc.text_files import text_lines
 
@@ -48,7 +56,7 @@ def group_rates(
     """Compute each group's error rates at the threshold of the whole set.
 
     That threshold holds the lowest rate of :data:`plsc.evaluation.roc.FARS` for which every group has different pairs
-    enough, or else the set has.
+    enough, or else the set has; and which a score holds, where different pairs tie at the highest.
 
     Args:
         unit: embeddings (N, D) of length 1.
@@ -101,10 +109,10 @@ def _operating_point(roc: Roc, smallest: int) -> tuple[float, float]:
         raise DataError(
             f"rates by group need 100 different pairs, and the set has {roc.impostor_pairs:,}; give more people"
         )
-    told = [far for far in held if far * smallest * (1 + 1e-12) >= MINIMUM_IMPOSTORS]
-    far = min(told or held[:1])
-    points = int(np.searchsorted(roc.impostors, allowed_impostors(roc, far), side="right"))
-    return far, float(roc.thresholds[max(points - 1, 0)])
+    told = [far for far in held if far * smallest * (1 + 1e-12) >= MINIMUM_IMPOSTORS] or held[:1]
+    reached = [far for far in held if threshold_that_holds(roc, allowed_impostors(roc, far))[1]]
+    far = min(set(told) & set(reached) or reached[:1] or held[:1])
+    return far, threshold_that_holds(roc, allowed_impostors(roc, far))[0]
 
 
 def _rates(roc: Roc, far: float, threshold: float) -> dict[str, Any]:

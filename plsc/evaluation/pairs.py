@@ -40,7 +40,7 @@ def verification(embeddings: NDArray[np.floating], is_same: Mask) -> dict[str, A
 def verified_pairs(embeddings: NDArray[np.floating], is_same: Mask) -> tuple[dict[str, Any], Roc]:
     """:func:`verification`, and the exact ROC of the pairs."""
     distances = squared_distances(embeddings, is_same.size)
-    roc = roc_from_scores(1.0 - distances / 2.0, is_same)
+    roc = roc_from_scores((1.0 - distances / 2.0).astype(np.float32), is_same)  # as searches tell scores
     return ten_folds(distances, is_same) | roc_summary(roc), roc
 
 

@@ -17,7 +17,7 @@ from plsc.embedding.pipeline import decoded_ahead
 from plsc.errors import DataError
 from plsc.evaluation.calibration import OperatingPoint, operating_point
 from plsc.evaluation.evaluator import EvaluationSet, evaluate
-from plsc.evaluation.roc import Roc
+from plsc.evaluation.roc import RATE_ROUNDING, Roc
 from plsc.models.preprocessing import Preprocessing
 from plsc.parallel.mesh import Mesh
 
@@ -144,7 +144,7 @@ class JudgedPictures:
         judged = [self._evaluated(engine, quiet=engine is reduced) for engine in (reference, reduced)]
         rocs = [roc for _, roc in judged]
         roc = rocs[0]
-        if roc.genuine_pairs * most < 1:
+        if roc.genuine_pairs * (most + RATE_ROUNDING) < 1:
             raise DataError(
                 f"{self._judged.name}: {roc.genuine_pairs:,} same pairs cannot tell a loss of {most:g}; give pictures "
                 "of more people, two and more of each"
@@ -162,7 +162,7 @@ class JudgedPictures:
         found = PrecisionLoss(
             far, points[0], points[1], accuracies[0], accuracies[1], roc.genuine_pairs, roc.impostor_pairs
         )
-        if found.tar_lost > most:
+        if found.tar_lost > most + RATE_ROUNDING:
             raise DataError(
                 f"it loses {found.tar_lost:.4f} of TAR at FAR {far:g} ({found.reference.tmr:.4f} in fp32, "
                 f"{found.reduced.tmr:.4f} in {reduced.precision}), and {most:g} is the most"

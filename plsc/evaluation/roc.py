@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 from plsc.embedding.columns import Float32, Float64, Int64, Mask
 
 MINIMUM_IMPOSTORS = 10  # different pairs that have to match for a rate to be reported: fewer are chance
+RATE_ROUNDING = 1e-12  # differences of rates are compared with decimals: 0.9 less 0.8 is no more than 0.1
 FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7)}
-# Of all pairs of a set, cosines are counted in bins of this width: finer than what a float32 product of 512-d vectors
-# resolves.
+# Of all pairs of a set, cosines are counted in so many bins from -1 to 1: finer than what a float32 product of 512-d
+# vectors resolves. Cosines such as 0 and 1 lie in the middle of one, and rounding parts no equal ones.
 _BINS = 2**22
+_ABOVE = 2.0 / _BINS  # from the highest threshold of a ROC to one that no score reaches
 _BLOCK = 2048
+_IMAGES_EACH = 100  # of an identity in a sample, where it is of few identities
 _POINTS_PER_DECADE, _DRAWN_BINS = 12, 200  # of what is drawn: a curve, and a histogram
 
 
@@ -82,6 +85,20 @@ def allowed_impostors(roc: Roc, far: float) -> int:
     return int(far * roc.impostor_pairs * (1 + 1e-12))
 
 
+def threshold_that_holds(roc: Roc, allowed: int) -> tuple[float, int]:
+    """The lowest threshold at which at most ``allowed`` different pairs match, and the number of its point, from 1 on.
+
+    Where more of them tie at the highest score, it lies above every score, and its number is 0.
+    """
+    points = int(np.searchsorted(roc.impostors, allowed, side="right"))
+    return (float(roc.thresholds[points - 1]) if points else threshold_above(roc)), points
+
+
+def threshold_above(roc: Roc) -> float:
+    """A threshold that no score of ``roc`` reaches, which has a pair."""
+    return float(roc.thresholds[0]) + _ABOVE
+
+
 def tar_at_far(roc: Roc, far: float) -> float | None:
     """Return the largest share of same pairs accepted while at most ``far`` of the different pairs are.
 
@@ -90,7 +107,7 @@ def tar_at_far(roc: Roc, far: float) -> float | None:
     allowed = allowed_impostors(roc, far)
     if allowed < MINIMUM_IMPOSTORS or not roc.genuine_pairs:
         return None
-    points = int(np.searchsorted(roc.impostors, allowed, side="right"))
+    points = threshold_that_holds(roc, allowed)[1]
     return float(roc.genuine[points - 1] / roc.genuine_pairs) if points else 0.0
 
 
@@ -145,7 +162,8 @@ def plot_data(roc: Roc) -> dict[str, Any]:
 def all_pairs_roc(embeddings: Float32, labels: Int64, gallery: Float32 | None = None) -> Roc:
     """Compute the ROC of every pair of N images: ``embeddings`` (N, D) of unit rows, ``labels`` (N,).
 
-    Cosines are counted in bins of width 2^-21, so that memory does not grow with the number of pairs.
+    Cosines are counted in bins of width 2^-21, so that memory does not grow with the number of pairs. Thresholds are
+    the bins' lower edges, which float32 holds: as many pairs as are counted have a cosine of at least that.
 
     Args:
         embeddings: of the images.
@@ -154,13 +172,14 @@ def all_pairs_roc(embeddings: Float32, labels: Int64, gallery: Float32 | None = 
     """
     counts, half = np.zeros(2 * (_BINS + 1), dtype=np.int64), _BINS // 2
     for rows, columns, cosines in pair_blocks(embeddings, embeddings if gallery is None else gallery):
-        codes = np.rint(cosines * np.float32(half)).astype(np.int64) + half
+        halves = np.floor(cosines * np.float32(_BINS)).astype(np.int64)  # exact, for _BINS is a power of two
+        codes = (halves + 1 >> 1) + half
         np.clip(codes, 0, _BINS, out=codes)
         codes += (labels[rows, None] != labels[None, columns]) * (_BINS + 1)
         once = codes[np.triu_indices(len(codes), k=1)] if rows == columns else codes.reshape(-1)
         counts += np.bincount(once, minlength=counts.size)
-    scores = np.linspace(-1.0, 1.0, _BINS + 1)
-    return roc_from_counts(scores, counts[: _BINS + 1], counts[_BINS + 1 :])
+    edges = (np.arange(_BINS + 1) - half - 0.5) / half
+    return roc_from_counts(edges, counts[: _BINS + 1], counts[_BINS + 1 :])
 
 
 def pair_blocks(embeddings: Float32, gallery: Float32) -> Iterator[tuple[slice, slice, Float32]]:
@@ -176,18 +195,28 @@ def pair_blocks(embeddings: Float32, gallery: Float32) -> Iterator[tuple[slice, 
 
 
 def sample_identities(labels: Int64, seed: int, pairs: int = 10**8) -> Int64:
-    """Return indices of images, whole identities sampled by ``seed``, that form at most ``pairs`` pairs in all.
+    """Return indices of images, sampled by ``seed``, that form at most ``pairs`` pairs in all.
 
-    These are all images if they form no more.
+    These are all images if they form no more, else those of whole identities. Where few identities would be left, or no
+    same pair, they are whole ones of few images; and where that leaves as few, identities are cut to an equal number.
     """
     max_images = int((1 + np.sqrt(1 + 8 * pairs)) / 2)
     if len(labels) <= max_images:
         return np.arange(len(labels), dtype=np.int64)
     names, inverse, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    order = np.random.default_rng(seed).permutation(len(names))
-    kept = np.zeros(len(names), dtype=bool)
-    kept[order[np.cumsum(sizes[order]) <= max_images]] = True
-    return np.flatnonzero(kept[inverse]).astype(np.int64)
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(names))
+    enough = min(max(max_images // _IMAGES_EACH, 2), len(names))
+    most = max_images // enough
+    for candidates in (order, order[sizes[order] <= most]):
+        whole = candidates[np.cumsum(sizes[candidates]) <= max_images]
+        if most < 2 or (len(whole) >= enough and (sizes[whole] > 1).any()):
+            return np.flatnonzero(np.isin(inverse, whole)).astype(np.int64)
+    order = np.roll(order, -int(np.argmax(sizes[order] > 1)))  # one with a same pair comes first
+    kept = order[np.cumsum(np.minimum(sizes[order], most)) <= max_images]
+    images = random.permutation(len(labels))
+    images = images[places_in_identities(inverse[images]) < most]
+    return np.sort(images[np.isin(inverse[images], kept)]).astype(np.int64)
 
 
 def places_in_identities(labels: Int64) -> Int64:

@@ -68,7 +68,7 @@ def recall_of(scores: Float32, truth: Float32) -> Recall:
 
 def _share(scores: Float32, truth: Float32) -> float:
     good = (scores >= truth[:, -1:] - TIE).sum(axis=1)
-    return float(np.minimum(good, truth.shape[1]).mean() / truth.shape[1])
+    return float(np.minimum(good, truth.shape[1]).sum() / truth.size)  # divided once: 0.7 is no less than 0.7
 
 
 def oracle(queries: Float32, base: Float32, k: int) -> Float64:

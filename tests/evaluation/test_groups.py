@@ -62,6 +62,23 @@ def test_a_small_group_has_no_rate_that_is_chance() -> None:
     assert "by_group" not in score(torch.from_numpy(unit), torch.from_numpy(labels))
 
 
+@pytest.mark.parametrize(("twins", "far"), [(24, 0.1), (9, 0.1), (4, 1e-2), (40, 0.1)])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_the_threshold_holds_its_rate_where_different_pairs_tie_at_the_top(twins: int, far: float, kind: type) -> None:
+    """So many people have the same picture, and different pairs of the highest cosine."""
+    unit, labels, names, groups = problem()
+    unit[labels < twins] = np.eye(16, dtype=np.float32)[0]
+    found = group_rates(unit, labels, names, groups, all_pairs_roc(unit, labels), seed=0)
+    cosines = unit.astype(kind) @ unit.T.astype(kind)
+    different = np.triu(labels[:, None] != labels[None, :], k=1)
+    assert found["far"] == far
+    assert np.mean(cosines[different] >= kind(found["threshold"])) <= far
+    for name, rates in found["groups"].items():
+        inside = np.array([groups.get(names[label]) == name for label in labels])
+        matched = np.sum(cosines[different & inside & inside[:, None]] >= kind(found["threshold"]))
+        assert rates["false_matches"] == pytest.approx(matched, abs=1)
+
+
 def test_the_command_shows_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, report = tmp_path / "groups.csv", tmp_path / "report.json"
     lines = [

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.evaluation.evaluator import sample_pairs
-from plsc.evaluation.pairs import unit_rows
+from plsc.evaluation.pairs import squared_distances, unit_rows, verified_pairs
 from plsc.evaluation.roc import (
     all_pairs_roc,
     area_under_curve,
@@ -17,6 +17,7 @@ from plsc.evaluation.roc import (
     sample_identities,
     sampled_curve,
     tar_at_far,
+    threshold_that_holds,
 )
 
 SCORED = st.lists(st.tuples(st.integers(-6, 6), st.booleans()), min_size=1, max_size=60)
@@ -169,6 +170,40 @@ def test_all_pairs_are_counted_once(labels, seed):
             assert np.sum(kind > threshold + 1e-6) <= counted <= np.sum(kind > threshold - 1e-6)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_as_many_pairs_reach_a_threshold_as_are_counted(kind):
+    """Products of single numbers, which no order of summing changes; some in steps that edges of bins fall upon."""
+    random = np.random.default_rng(0)
+    numbers = np.concatenate([random.uniform(-1, 1, 40), [1, 1, 1, 0, 0, 2.0**-22, 3 * 2.0**-22, 0.5]]).astype(
+        np.float32
+    )
+    labels = random.integers(0, 12, len(numbers))
+    roc = all_pairs_roc(numbers[:, None], labels)
+    above = np.triu_indices(len(labels), k=1)
+    scores, is_same = (numbers[:, None] * numbers)[above], (labels[:, None] == labels)[above]
+    assert scores.dtype == np.float32
+    reached = scores.astype(kind) >= roc.thresholds[:, None].astype(kind)
+    assert (reached & is_same).sum(axis=1).tolist() == roc.genuine.tolist()
+    assert (reached & ~is_same).sum(axis=1).tolist() == roc.impostors.tolist()
+
+
+def test_pairs_are_judged_by_scores_as_searches_tell_them():
+    random = np.random.default_rng(0)
+    rows, is_same = random.standard_normal((400, 8)), random.random(200) < 0.5
+    roc = verified_pairs(rows, is_same)[1]
+    scores = (1 - squared_distances(rows, 200) / 2).astype(np.float32)
+    reached = scores >= roc.thresholds[:, None]
+    assert (reached & ~is_same).sum(axis=1).tolist() == roc.impostors.tolist()
+
+
+def test_a_threshold_holds_though_more_tie_at_the_top():
+    roc = roc_from_scores(np.array([0.9] * 5 + [0.5, 0.4]), np.array([False] * 4 + [True, False, True]))
+    assert threshold_that_holds(roc, 4) == (0.9, 1)
+    threshold, points = threshold_that_holds(roc, 3)
+    assert points == 0
+    assert np.float32(0.9) < np.float32(threshold) < 0.90001
+
+
 def test_blocks_do_not_show(monkeypatch):
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 9, 100)
@@ -187,6 +222,21 @@ def test_a_bound_keeps_whole_identities(pairs):
     assert len(kept) * (len(kept) - 1) // 2 <= pairs
     assert set(labels[kept].tolist()).isdisjoint(np.delete(labels, kept).tolist())
     assert (len(kept) == len(labels)) == (pairs >= len(labels) * (len(labels) - 1) // 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "identities"),
+    [([1000] * 3, 3), ([5000] * 2, 2), ([5000, 9000, 2], 3), ([2000] * 60, 20), ([3000] + [1] * 3000, 50)],
+)
+def test_few_identities_of_very_many_images_keep_both_kinds_of_pairs(sizes, identities):
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    for seed in range(5):
+        kept = sample_identities(labels, seed, 10**6)  # 1,414 images
+        counts = np.bincount(labels[kept])
+        assert len(np.unique(kept)) == len(kept) <= 1414
+        assert np.count_nonzero(counts) >= min(identities, 14)
+        assert counts.max() > 1
+        assert np.array_equal(kept, sample_identities(labels, seed, 10**6))
 
 
 def test_places_count_the_images_of_an_identity_before_each():

@@ -19,6 +19,7 @@ from plsc.evaluation.pairs import check_finite, unit_rows_float32
 from plsc.evaluation.report import aligned, percent
 from plsc.evaluation.roc import (
     MINIMUM_IMPOSTORS,
+    RATE_ROUNDING,
     Roc,
     all_pairs_roc,
     allowed_impostors,
@@ -26,6 +27,8 @@ from plsc.evaluation.roc import (
     places_in_identities,
     sample_identities,
     sampled_curve,
+    threshold_above,
+    threshold_that_holds,
 )
 from plsc.gallery.migration.bootstrap import PairScores, impostor_pairs, pair_scores
 
@@ -111,7 +114,7 @@ class Judgement:
 
         With few persons the interval ends beyond any loss that one would state.
         """
-        return self.largest_loss > max_loss
+        return self.largest_loss > max_loss + RATE_ROUNDING
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""
@@ -158,15 +161,13 @@ class _Space(NamedTuple):
 
     def at_count(self, allowed: int) -> tuple[float, float]:
         """The lowest threshold at which at most ``allowed`` pairs of different persons match, and TAR there."""
-        points = int(np.searchsorted(self.roc.impostors, allowed, side="right"))
-        if not points:
-            return float(np.nextafter(np.float32(self.roc.thresholds[0]), np.float32(2))), 0.0
-        return float(self.roc.thresholds[points - 1]), float(self.roc.genuine[points - 1] / self.roc.genuine_pairs)
+        threshold, points = threshold_that_holds(self.roc, allowed)
+        return threshold, float(self.roc.genuine[points - 1] / self.roc.genuine_pairs) if points else 0.0
 
     def at_tar(self, tar: float) -> float:
         """The lowest threshold at which no larger share of a person's pairs matches."""
-        points = int(np.searchsorted(self.roc.genuine, tar * self.roc.genuine_pairs, side="right"))
-        return float(self.roc.thresholds[points - 1] if points else np.nextafter(self.roc.thresholds[0], 2))
+        points = int(np.searchsorted(self.roc.genuine, round(tar * self.roc.genuine_pairs), side="right"))
+        return float(self.roc.thresholds[points - 1]) if points else threshold_above(self.roc)
 
     def at_threshold(self, threshold: float) -> tuple[float, int]:
         """TAR at a threshold, and how many pairs of different persons match."""
