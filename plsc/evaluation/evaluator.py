@@ -83,8 +83,8 @@ def evaluate(
 
     A .bin set is scored on its own pairs. Labelled images are scored for accuracy on pairs sampled by ``seed`` (all
     same pairs up to 6,000, and as many different ones); for ``auc``, ``eer`` and ``tar@far`` on all pairs of all images
-    (of those that :func:`plsc.evaluation.roc.sample_identities` takes if there are more than 10^8); by :func:`plsc.evaluation.identification`;
-    and by :func:`plsc.evaluation.search.retrieval`.
+    (of those that :func:`plsc.evaluation.roc.sample_identities` takes if there are more than 10^8); by
+    :func:`plsc.evaluation.identification`; and by :func:`plsc.evaluation.search.retrieval`.
 
     Args:
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
