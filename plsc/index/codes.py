@@ -34,11 +34,11 @@ from plsc.native.scan import load_scan
 PADDED_TO = 64  # the width of rows of codes is a multiple of this
 LARGEST_DIM = 1 << 16  # sums of 255·64 for each number fit into an int32
 ZERO = 128  # what a code of 0 is stored as
+UNDERFLOW = 2.0**-54  # at least what numbers add to a length whose squares are 0 in float32
 _LARGEST_CODE, _DIGIT, _LARGEST_QUERY = 127, 128, 8127
 _SLACK = 1.001  # since lengths are themselves computed in float32
 _ROUNDING = 2.0**-20
 _CODING = 2.0**-22  # of what a code stands for, relative to the row's length
-_UNDERFLOW = 2.0**-54  # at least what numbers add to a length whose squares are 0 in float32
 _LEAST_STEP = 2.0**-120  # rows of a smaller one are coded as zero
 
 
@@ -102,7 +102,7 @@ def encode_into(codes: npt.NDArray[np.uint8], bounds: Float32, start: int, rows:
         coded, bound = encode_rows(start, torch.from_numpy(np.array(rows)))  # torch takes no read-only ones
         codes[place, : rows.shape[1]], bounds[:, place] = coded.numpy(), bound.numpy()
         return
-    wrong = kernel.encode(rows, codes[place], bounds[:, place], (_SLACK, _CODING, _UNDERFLOW, _LEAST_STEP))
+    wrong = kernel.encode(rows, codes[place], bounds[:, place], (_SLACK, _CODING, UNDERFLOW, _LEAST_STEP))
     if wrong >= 0:
         raise DataError(f"row {start + wrong} of the vectors is not finite")
 
@@ -124,7 +124,7 @@ def encode_rows(start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     codes = (rows / steps.clamp(min=_LEAST_STEP)[:, None]).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
     codes[steps == 0] = 0
     residues = (rows - codes * steps[:, None]).norm(dim=1)
-    residues = _SLACK * residues + _SLACK * _CODING * lengths + _UNDERFLOW
+    residues = _SLACK * residues + _SLACK * _CODING * lengths + UNDERFLOW
     return (codes + ZERO).to(torch.uint8), torch.stack([steps, residues, _SLACK * lengths + residues])
 
 
@@ -141,7 +141,7 @@ def encode_queries(queries: Float32, rows_bounds: tuple[float, float]) -> QueryC
     residues = np.linalg.norm(exact - whole * steps_f64, axis=1)
     lengths = _SLACK * (np.linalg.norm(exact, axis=1) + residues)
     rounding = _ROUNDING * (1 + dim**0.5 / 64) * lengths * (longest + largest_residue)
-    margin = 2 * _SLACK * (residues * longest + rounding + _UNDERFLOW)
+    margin = 2 * _SLACK * (residues * longest + rounding + UNDERFLOW)
     high = np.floor_divide(whole + _DIGIT // 2, _DIGIT)
     digits = np.zeros((count, 2, stride_of(dim)), dtype=np.int8)
     digits[:, 0, :dim], digits[:, 1, :dim] = high, whole - _DIGIT * high

@@ -127,7 +127,10 @@ class ExactScan:
         step = max(1, _RESULTS // max(1, k, queries.shape[1]))
         for start in range(0, len(queries) if k else 0, step):
             part = slice(start, start + step)
-            scores[part], rows[part] = self._scan.search(queries[part], k, allowed, count)
+            # A power of two changes no ranking; without it, squares and products of short queries are 0 in float32.
+            exponents = np.frexp(np.abs(queries[part]).max(axis=1, initial=0.0, keepdims=True))[1]
+            found, rows[part] = self._scan.search(np.ldexp(queries[part], -exponents), k, allowed, count)
+            scores[part] = np.ldexp(found, exponents)
         return scores, rows
 
     def _check(self, queries: Float32, k: int, allowed: Mask | None) -> None:

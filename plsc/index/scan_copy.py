@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.index.codes import ZERO, RowCodes, encode_into, encode_rows, stride_of
+from plsc.index.codes import UNDERFLOW, ZERO, RowCodes, encode_into, encode_rows, stride_of
 from plsc.index.rows import Float32, RowSource
 from plsc.native.scan import PADDED_TO
 
@@ -136,10 +136,10 @@ class RowBounds:
         lengths = exact.norm(dim=1)
         if not bool(lengths.isfinite().all()):
             raise DataError(f"row {start + int((~lengths.isfinite()).nonzero()[0])} of the vectors is not finite")
-        self.longest = max(self.longest, _SLACK * float(lengths.max()))
+        self.longest = max(self.longest, _SLACK * float(lengths.max()) + UNDERFLOW)
         if rounded.dtype != exact.dtype:
             residues = (exact - rounded.to(exact.dtype)).norm(dim=1)
-            self.largest_residue = max(self.largest_residue, _SLACK * float(residues.max()))
+            self.largest_residue = max(self.largest_residue, _SLACK * float(residues.max()) + UNDERFLOW)
 
 
 def query_error(exact: Tensor, rounded: Tensor, rows: RowBounds) -> Tensor:

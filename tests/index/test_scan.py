@@ -176,6 +176,17 @@ def test_a_query_may_be_as_large_as_float32_goes(precision):
     agree(ExactScan(zeros, precision=precision).search(query, 5), oracle(query, zeros, 5))
 
 
+@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize(("of_rows", "of_queries"), [(1, 1e-24), (1, 1e-33), (1e-24, 1), (1e-20, 1e-15)])
+def test_lengths_whose_squares_are_0_in_float32(precision, of_rows, of_queries):
+    near = unit(rows_of(1, 64) + 0.01 * np.random.default_rng(0).standard_normal((2000, 64)))
+    vectors = (near * of_rows).astype(np.float32)
+    queries = (rows_of(3, 64, 1) * of_queries).astype(np.float32)
+    found, truth = ExactScan(vectors, precision=precision).search(queries, 9), oracle(queries, vectors, 9)
+    np.testing.assert_array_equal(found[1], truth[1])
+    np.testing.assert_allclose(found[0], truth[0], rtol=1e-6)
+
+
 def test_a_mask_may_be_a_part_of_another():
     vectors, queries = rows_of(3000, 32), rows_of(3, 32, 1)
     allowed = (np.random.default_rng(2).random(6000) < 0.7)[::2]

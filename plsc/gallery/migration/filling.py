@@ -24,7 +24,7 @@ from plsc.gallery.sqlite.database import PAGE_BYTES
 from plsc.gallery.store import Store
 from plsc.gallery.transfer import all_persons
 from plsc.gallery.values import Collection, Float32, Migration, Person
-from plsc.index.rows import Int64
+from plsc.index.rows import Int64, unit_vectors
 from plsc.models.preprocessing import resize_image
 from plsc.native.allocator import return_freed_memory
 from plsc.progress import Progress
@@ -194,7 +194,7 @@ def assign_pictures(
     """
     own, assigned = store.face_vectors(collection, person.id, contracts), dict[int, Float32]()
     by_other = is_of(contracts[1], contracts[0])
-    for picture, other in zip(_unit(searched), _unit(second), strict=True):
+    for picture, other in zip(*(unit_vectors(rows, rows.shape[1]) for rows in (searched, second)), strict=True):
         for face, known in own.items():  # one picture may have been enrolled twice
             if picture @ known.searched >= SAME_PICTURE or (by_other and other @ known.searched >= SAME_PICTURE):
                 assigned[face] = other
@@ -206,11 +206,6 @@ def assign_pictures(
     if assigned:
         store.put_second_vectors(collection, {person.id: assigned}, contracts[1])
     return sorted(assigned)
-
-
-def _unit(rows: Float32) -> Float32:
-    unit: Float32 = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    return unit
 
 
 def pairs(store: Store, collection: str, contract_ids: Sequence[str], most: int | None = None) -> Pairs:
