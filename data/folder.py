@@ -202,7 +202,8 @@ def _no_image_error(files: PictureFiles) -> str:
     problem = "has images but no sub-folder with any" if files.loose else "has no image in any sub-folder"
     others = f", and holds {kinds_text(files.left_out)}" if files.left_out else ""
     folders = f", and {files.passed_over_text()}" if files.passed_over else ""
-    return f"{files.folder} {problem}{others}{folders}; give each identity a folder of its own ({', '.join(readable_suffixes())})"
+    suffixes = ", ".join(readable_suffixes())
+    return f"{files.folder} {problem}{others}{folders}; give each identity a folder of its own ({suffixes})"
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:

@@ -327,8 +327,8 @@ def _segments(data: bytes) -> list[Segment]:
     """Return the segments of a JPEG to its first scan's header; none where libjpeg might read others.
 
     libjpeg passes over bytes between segments, and has markers without a length and others that it refuses. A reader
-    that follows it in part takes for a size what libjpeg takes for the inside of a segment. This one ends at whatever is
-    no plain segment.
+    that follows it in part takes for a size what libjpeg takes for the inside of a segment. So this one ends at
+    whatever is no plain segment.
     """
     found: list[Segment] = []
     position = 2 if data.startswith(b"\xff\xd8\xff") else len(data)

@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 
 from plsc.data.avatars.traits import KeyedRandom
 from plsc.data.dataset import ImageDataset, PackedStringColumn
-from plsc.data.glyphs.fonts import PACKAGES, Font, characters_of, how_many_have, named_fonts, typefaces
+from plsc.data.glyphs.fonts import (
+    Font,
+    characters_of,
+    how_many_have,
+    missing_packages,
+    named_fonts,
+    typefaces,
+)
 from plsc.data.glyphs.unihan import CHARACTER, label_columns, parse_labels
 from plsc.data.identity import file_stamps
 from plsc.data.transforms import sample_keys
@@ -50,6 +57,7 @@ _KEYS = tuple(re.findall(r":(\w+)=", FORM))
 _RANGE = re.compile(r"([0-9A-Fa-f]{1,6})(?:-([0-9A-Fa-f]{1,6}))?", re.ASCII)
 _COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 _OVERSAMPLING = 2
+_LARGEST_GLYPH = 20  # sides of a picture; in Debian's Han fonts and DejaVu's the widest have 2
 _AMOUNTS = np.arange(256) / 255
 
 
@@ -152,8 +160,9 @@ class GlyphDataset(ImageDataset):
         has = np.stack([np.isin(codes, characters_of(font)) for font in fonts], axis=1) if fonts else codes[:, None] < 0
         codes, has = codes[has.any(axis=1)], has[has.any(axis=1)]
         if not len(codes):
-            needed = f"apt-get install {PACKAGES} brings Han fonts"
-            raise UsageError(f"{spec.text}: no character is left that so many installed fonts have; {needed}")
+            packages = missing_packages()
+            needed = f"; {packages} brings Han fonts" if packages else ""
+            raise UsageError(f"{spec.text}: no character is left that so many installed fonts have{needed}")
         characters, drawn_by = np.nonzero(has)
         if len(characters) * spec.variants > MAX_IMAGES:
             raise UsageError(f"{spec.text}: at most {MAX_IMAGES:,} pictures are allowed; use fewer variants")
@@ -222,6 +231,8 @@ def draw_glyph(font: Path, code: int, variant: int, side: int) -> NDArray[np.uin
         left, top, right, bottom = (int(limit) for limit in face.getbbox(chr(code), anchor="ls"))
         if right <= left or bottom <= top:
             raise DataError(f"{font} has no drawing of U+{code:04X}; leave the font out")
+        if max(right - left, bottom - top) > _LARGEST_GLYPH * side * _OVERSAMPLING:
+            raise DataError(f"{font} draws U+{code:04X} outside of its em; leave the font out")
         glyph = Image.new("L", (right - left + 2 * edge, bottom - top + 2 * edge))
         ImageDraw.Draw(glyph).text((edge - left, edge - top), chr(code), 255, font=face, anchor="ls")
     except OSError as error:

@@ -4,15 +4,20 @@ import hashlib
 import json
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fontTools.ttLib import TTFont
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from fontTools.ttLib import TTCollection, TTFont
+from fontTools.ttLib.tables.DefaultTable import DefaultTable
 from PIL import Image, ImageDraw, ImageFont
 
 from plsc.data import TrainLoader, has_reader, open_dataset
@@ -176,6 +181,92 @@ def test_one_regular_font_stands_for_a_typeface(in_folder: Path) -> None:
     left = open_dataset("glyphs:41:fonts=-DejaVuSans+DejaVu Serif", image_size=16)
     assert {font.name for font in left.fonts} == set(names) - {"DejaVuSans", "DejaVuSerif"}
     assert Font(Path("x.ttc"), "Noto Sans CJK JP", (0, 0, 0, 0)).typeface == "Noto Sans CJK"
+    for family in ("Noto Sans CJK JP Light", "Noto Sans CJK JP Semi Condensed Bold Italic"):
+        assert Font(Path("x.ttc"), family.replace("Semi ", ""), (0, 0, 0, 0)).typeface == "Noto Sans CJK"
+    assert Font(Path("x.ttf"), "Black", (0, 0, 0, 0)).typeface == "Black"
+
+
+@pytest.mark.parametrize("name", ["DejaVuSans-Bold", "DejaVuSans-BoldOblique", "dejavu sans", "DejaVu Sans"])
+def test_a_typeface_is_held_out_by_any_cut_of_it(in_folder: Path, name: str) -> None:
+    names = {font.name for font in typefaces()}
+    left = open_dataset(f"glyphs:41:fonts=-{name}", image_size=16)
+    assert {font.name for font in left.fonts} == names - {"DejaVuSans"}
+
+
+def drawn_font(family: str, square: int = 500) -> Any:
+    """A font whose one letter is a square."""
+    pen = TTGlyphPen(None)
+    for turn, point in enumerate(((0, 0), (0, square), (square, square), (square, 0))):
+        (pen.lineTo if turn else pen.moveTo)(point)
+    pen.closePath()
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder([".notdef", "A"])
+    builder.setupCharacterMap({0x41: "A"})
+    square_glyph = pen.glyph()
+    builder.setupGlyf({".notdef": square_glyph, "A": square_glyph})
+    builder.setupHorizontalMetrics({".notdef": (600, 0), "A": (600, 0)})
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": family, "styleName": "Regular"})
+    builder.setupOS2(usWeightClass=400, usWidthClass=5)
+    builder.setupPost()
+    return builder.font
+
+
+def test_a_typeface_is_held_out_by_any_font_of_its_collection(in_folder: Path) -> None:
+    collection = TTCollection()
+    collection.fonts = [drawn_font("Brush CN"), drawn_font("Brush TW"), drawn_font("Pencil CN")]
+    collection.save(in_folder / "hands.ttc")
+    drawn_font("Brush CN Bold").save(in_folder / "brush-b.ttf")
+    drawn_font("Pencil HK Light").save(in_folder / "pencil.ttf")
+    everything = {font.name for font in open_dataset("glyphs:41", image_size=16).fonts}
+    assert "hands" in everything
+    both = {"hands", "pencil"}
+    for name, gone in {"hands": both, "Brush TW": both, "Brush": both, "pencil": both, "brush-b": {"hands"}}.items():
+        left = {font.name for font in open_dataset(f"glyphs:41:fonts=-{name}", image_size=16).fonts}
+        assert everything - left == gone, name
+    with pytest.raises(UsageError, match="no font 'Brush TW' is installed; did you mean"):  # the first alone is drawn
+        open_dataset("glyphs:41:fonts=Brush TW")
+
+
+def test_packages_that_are_missing_are_named_at_once(in_folder: Path) -> None:
+    for name in ("uming", "HanaMinA"):
+        drawn_font(name).save(in_folder / f"{name}.ttf")
+    for name in ("ukai", "NotoSerifCJK-Regular"):  # uming resembles the first
+        with pytest.raises(UsageError) as caught:
+            open_dataset(f"glyphs:han:fonts=-{name}")
+        assert str(caught.value).endswith(
+            f"no font '{name}' is installed; apt-get install fonts-babelstone-han fonts-ipamj-mincho fonts-arphic-ukai "
+            "fonts-wqy-zenhei fonts-horai-umefont fonts-noto-cjk (116 MB)"
+        )
+
+
+def test_a_font_that_draws_outside_of_its_em_is_refused(in_folder: Path) -> None:
+    drawn_font("Large", 32_000).save(in_folder / "large.ttf")
+    with pytest.raises(DataError, match=r"large\.ttf draws U\+0041 outside of its em; leave the font out"):
+        open_dataset("glyphs:41:fonts=large", image_size=16).image(0)
+
+
+def test_a_font_that_lists_more_characters_than_there_are_has_none(in_folder: Path) -> None:
+    font = drawn_font("Long")
+    groups = struct.pack(">III", 0, 0x10FFFF, 1) * 2
+    subtable = struct.pack(">HHIII", 12, 0, 16 + len(groups), 0, 2) + groups
+    table = DefaultTable("cmap")
+    table.data = struct.pack(">HHHHI", 0, 1, 3, 10, 12) + subtable
+    font["cmap"] = table
+    font.save(in_folder / "long.ttf")
+    assert len(characters_of(dejavu("long"))) == 0
+
+
+def test_damaged_names_are_passed_over_in_silence(in_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drawn_font("Whole").save(in_folder / "whole.ttf")
+    content = bytearray((in_folder / "whole.ttf").read_bytes())
+    with (in_folder / "whole.ttf").open("rb") as file, TTFont(file) as tables:
+        start = tables.reader.tables["name"].offset
+    content[start + 14 : start + 18] = b"\x7f\xff\x7f\xff"  # the length and place of the first name
+    (in_folder / "whole.ttf").write_bytes(content)
+    installed_fonts.cache_clear()
+    assert len(open_dataset("glyphs:41", image_size=16)) > 3
+    assert not caplog.messages
 
 
 def test_fonts_are_those_of_the_folders_alone(in_folder: Path, tmp_path: Path) -> None:
@@ -215,8 +306,10 @@ def test_fonts_are_those_of_the_folders_alone(in_folder: Path, tmp_path: Path) -
         ("glyphs:41:characters=２", "characters takes a number"),
         ("glyphs:41:part=sene", "part is seen or unseen, not 'sene'; did you mean seen?"),
         ("glyphs:41:fonts=DejaVuSanz", "no font 'DejaVuSanz' is installed; did you mean DejaVuSans?"),
-        ("glyphs:41:fonts=+", "no font '' is installed; apt-get install fonts-hanazono "),
-        ("glyphs:E000-E001:fonts=DejaVuSerif", "apt-get install fonts-hanazono .* brings Han fonts"),
+        ("glyphs:41:fonts=+", r"no font '' is installed; apt-get install fonts-hanazono .* \(146 MB\)$"),
+        ("glyphs:41:fonts=-", "no font '' is installed; apt-get install fonts-hanazono "),
+        ("glyphs:41:fonts=-DejaVuSanz", "no font 'DejaVuSanz' is installed; did you mean DejaVuSans?"),
+        ("glyphs:E000-E001:fonts=DejaVuSerif", r"apt-get install fonts-hanazono .* \(146 MB\) brings Han fonts"),
         ("glyphs:41:least_fonts=900", "no character is left that so many installed fonts have"),
         ("glyphs:41-5A:fonts=DejaVuSans:variants=900000000", "at most 1,000,000,000 pictures"),
         ("glyphs:41:labels=character+radicals", "labels are character, .*, not 'radicals'; did you mean radical?"),
