@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import UsageError
 from plsc.gallery.backends import display_name, opened_store, store_folder
 from plsc.gallery.migration import MAX_LOSS
-from plsc.progress import counted, show
+from plsc.progress import counted, note, printable, show
 from plsc.tools.entry import add_action, add_actions, add_outside_option, add_verify_option, number
 
 if TYPE_CHECKING:
@@ -264,6 +264,8 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
         f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
         f"{counted(result['left_out'], 'row')} left out"
     )
+    if alignment := source.manifest.get("alignment"):
+        note(f"{args.set}: its faces were aligned ({printable(str(alignment))}); serve whole photos with --detector")
     return {"store": display_name(args.store), "collection": args.collection, **result}
 
 

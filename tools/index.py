@@ -2,6 +2,7 @@
 
   plsc index build photos.emb --out photos.idx
   plsc index search photos.idx --query someone.jpg --k 5
+  plsc index search faces.idx --query photo.jpg --detector mtcnn
   plsc index search photos.idx --query others.emb --json matches.json
   plsc index search staff --server http://127.0.0.1:8080 --query someone.jpg
   plsc index check photos.idx
@@ -21,6 +22,7 @@ from plsc.progress import counted, note, show
 from plsc.tools.entry import (
     add_action,
     add_actions,
+    add_detector_option,
     add_outside_option,
     add_sign_option,
     add_verify_option,
@@ -49,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--k", type=positive, default=10, metavar="N", help="matches for each query (10)")
     add("--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)")
     add("--best", action="store_true", help="of a run directory given as MODEL, the weights of the best evaluation")
+    add_detector_option(search, "find each image's largest face, and align it, as plsc embed did")
     add("--server", metavar="URL", help="search a collection of a running plsc serve")
     add("--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)")
     add_outside_option(search)
@@ -131,7 +134,8 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     if args.server is not None:
         return _search_service(args)
     index = Index.open(args.index)
-    queries = answer(index, open_queries(index, args.query, args.model, best=args.best), args.k)
+    opened = open_queries(index, args.query, args.model, best=args.best, detector=args.detector)
+    queries = answer(index, opened, args.k)
     _print_queries(queries, "class", "key")
     _warn_of_pictures(queries)
     return {"index": str(args.index), "kind": index.kind, "k": args.k, "queries": queries}
@@ -143,6 +147,8 @@ def _search_service(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.model is not None:
         raise UsageError("--model is the server's own with --server; leave it out")
+    if args.detector is not None:
+        raise UsageError("--detector is the server's own with --server; leave it out")
     with Client(args.server, token_from(args.token_file)) as client:
         queries = search_service(client, str(args.index), args.query, args.k)
     _print_queries(queries, "name", "person")

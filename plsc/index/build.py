@@ -111,6 +111,7 @@ def _write_index(
         "dim": rows.dim,
         "contract_id": rows.contract_id,
         "model": rows.sets[0].manifest.get("model"),
+        **({"alignments": rows.alignments} if rows.alignments else {}),
         "classes": len(rows.class_names),
         "left_out": rows.left_out,
         "recall_asked": {"share": options.recall, "at": options.recall_at},

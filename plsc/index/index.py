@@ -135,6 +135,8 @@ class Index:
         """Check what the manifest's digest does not: whoever writes a manifest writes its digest."""
         files = manifest_value(self.folder, self.manifest, "files", dict)
         manifest_value(self.folder, self.manifest, "contract_id", str)
+        if "alignments" in self.manifest:  # of embedding sets whose faces were aligned
+            manifest_value(self.folder, self.manifest, "alignments", list)
         kind = manifest_value(self.folder, self.manifest, "kind", str)
         numbers = ("rows", "dim", "held_out", "classes")
         rows, dim, held_out, _ = (manifest_value(self.folder, self.manifest, name, int) for name in numbers)

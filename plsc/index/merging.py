@@ -47,6 +47,11 @@ class MergedSets:
         """Numbers in a vector."""
         return self.sets[0].dim
 
+    @property
+    def alignments(self) -> list[str]:
+        """How faces were aligned while the sets were made, each way once; none for pictures taken as they came."""
+        return sorted({str(source.manifest["alignment"]) for source in self.sets if "alignment" in source.manifest})
+
     def key(self, row: int) -> str:
         """The key of searchable row ``row``."""
         return self.source_keys[int(self.source_rows[row])]

@@ -14,6 +14,7 @@ from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
 from plsc.index.index import Index
 from plsc.index.rows import Float32, searchable
+from plsc.progress import printable
 
 if TYPE_CHECKING:
     from plsc.client import Client, Input, Match
@@ -42,7 +43,14 @@ class Queries:
     warnings: dict[int, str] = field(default_factory=dict)
 
 
-def open_queries(index: Index, source: str | Path, model: str | Path | None = None, *, best: bool = False) -> Queries:
+def open_queries(
+    index: Index,
+    source: str | Path,
+    model: str | Path | None = None,
+    *,
+    best: bool = False,
+    detector: str | None = None,
+) -> Queries:
     """Read an embedding set, or embed one image or a data set of images.
 
     Args:
@@ -50,15 +58,24 @@ def open_queries(index: Index, source: str | Path, model: str | Path | None = No
         source: the set, image or images.
         model: embeds the images; None: the model that the index remembers.
         best: of a run directory given as ``model``, take the weights of the best evaluation.
+        detector: finds the face in each image, and aligns it (:mod:`plsc.embedding.detector`).
 
     Raises:
         UsageError: there is no such source or model, or it is of another contract than the index, and not of a model
-            that is compatible with it.
+            that is compatible with it; or images come without a detector to an index of faces that were aligned.
     """
     if (Path(source) / MANIFEST).is_file():
+        if detector is not None:
+            raise UsageError(f"{source} is an embedding set, and --detector finds faces in images; leave it out")
         return _from_set(index, EmbeddingSet(source, verify=True))
     _require_source(source)
-    return _from_images(index, source, _open_model(index, model, best))
+    alignments = index.manifest.get("alignments")
+    if alignments and detector is None:
+        raise UsageError(
+            f"{index.folder} is of faces that were aligned ({printable(str(alignments[0]))}): give --detector, as plsc "
+            "embed takes it; or embed crops that are aligned already, and give that set as --query"
+        )
+    return _from_images(index, source, _open_model(index, model, best), detector)
 
 
 def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
@@ -139,7 +156,7 @@ def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder
     return open_embedder(remembered if model is None else model, best=best)
 
 
-def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:
+def _from_images(index: Index, source: str | Path, embedder: "Embedder", detector: str | None) -> Queries:
     from plsc.embedding.embedder import compatible_contracts, contract_of
     from plsc.embedding.pipeline import embed_dataset
     from plsc.embedding.sources import open_images
@@ -147,7 +164,7 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Quer
     flip = may_search(contract_of(embedder, True), compatible_contracts(embedder, True), index.contract_id)
     between = contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder)
     require_contract(*between, compatible_contracts(embedder, flip))
-    images = open_images(source, embedder.image_size)
+    images = open_images(source, embedder.image_size, detector=detector)
     names = [images.key(i) for i in range(len(images))]
     vectors, errors, warnings = embed_dataset(embedder, images, flip=flip)
     queries = Queries(names, vectors, {**_unsearchable(vectors), **errors}, warnings)

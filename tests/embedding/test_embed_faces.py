@@ -74,6 +74,31 @@ def test_a_set_is_not_gone_on_with_under_another_alignment(scene, tmp_path, caps
         assert "was begun with the data" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("way", ["landmarks", "detector"])
+def test_a_photo_finds_itself_among_aligned_faces_by_the_detector_alone(way, scene, tmp_path, capsys):
+    detector = f"onnx:{scene / 'd.onnx'}"
+    given = str(scene / "points.csv") if way == "landmarks" else detector
+    assert embed(scene, tmp_path / "emb", f"--{way}", given, "--workers", "0") == 0
+    assert main(["index", "build", str(tmp_path / "emb"), "--out", str(tmp_path / "idx")]) == 0
+    photo, result = str(scene / "photos/1.png"), tmp_path / "result.json"
+    search = ["index", "search", str(tmp_path / "idx"), "--query", photo, "--k", "3"]
+    capsys.readouterr()
+    assert main(search) == 2
+    error = capsys.readouterr().err
+    assert f"idx is of faces that were aligned ({way} " in error
+    assert "give --detector" in error
+    assert error.count("\n") == 1
+    assert main([*search, "--detector", detector, "--json", str(result)]) == 0
+    best = json.loads(result.read_text())["queries"][0]["matches"][0]
+    assert (best["key"], best["score"]) == ("1.png", pytest.approx(1, abs=1e-4))
+    assert main([*search[:3], "--query", str(tmp_path / "emb")]) == 0
+    assert main([*search[:3], "--query", str(tmp_path / "emb"), "--detector", detector]) == 2
+    assert main([*search, "--detector", detector, "--server", "http://127.0.0.1:1"]) == 2
+    capsys.readouterr()
+    assert main(["gallery", "import", str(tmp_path / "store"), "faces", str(tmp_path / "emb")]) == 0
+    assert f"its faces were aligned ({way} " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_ranks_align_as_one_process_does(scene, tmp_path):
     given = ["--detector", f"onnx:{scene / 'd.onnx'}", "--workers", "0"]
