@@ -190,7 +190,8 @@ def _inner_sizes(image: Any, data: bytes) -> Iterator[tuple[int, int]]:
     elif image.format == "HEIF":  # a crop shows a part of an image, and a grid's own size need not be the file's
         place = data.find(_HEIF_SIZE)
         while place >= 0:
-            yield tuple(int.from_bytes(data[place + at : place + at + 4], "big") for at in (8, 12))
+            width, height = (int.from_bytes(data[place + at : place + at + 4], "big") for at in (8, 12))
+            yield width, height
             place = data.find(_HEIF_SIZE, place + 1)
         if grid := image.info.get("tiling"):
             yield grid["image_width"], grid["image_height"]

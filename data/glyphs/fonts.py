@@ -5,6 +5,7 @@ Fonts are looked for in the system's folders and matplotlib's alone; a specifica
 
 import importlib.util
 import logging
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,10 +24,11 @@ _FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"))
 _SUFFIXES = (".ttf", ".ttc", ".otf", ".otc")
 _REGULAR_WEIGHT, _REGULAR_WIDTH = 400, 5  # of the table OS/2
 # Words at the end of a family's name that tell a cut of a typeface from the others.
-_CUTS = frozenset(
-    "thin hairline extralight ultralight light demilight semilight book regular normal medium demibold semibold bold "
-    "extrabold ultrabold heavy black condensed semicondensed extracondensed narrow expanded italic oblique".split()
-)
+_is_cut = re.compile(
+    r"thin|hairline|((extra|ultra|demi|semi)?(light|bold|condensed|expanded))|book|regular|normal|medium|heavy|black|narrow"
+    r"|italic|oblique",
+    re.IGNORECASE,
+).fullmatch
 _MOST_FACES = 64  # of a collection that are looked at
 _LISTED = 8  # fonts in an error
 _CODE_POINTS = 0x110000
@@ -71,7 +73,7 @@ class Font:
 
 def _typeface(family: str) -> str:
     words = family.split()
-    while len(words) > 1 and words[-1].casefold() in _CUTS:
+    while len(words) > 1 and _is_cut(words[-1]):
         words.pop()
     return " ".join(word for word in words if len(word) > 2) or family
 

@@ -16,8 +16,8 @@ from plsc.errors import DataError
 from plsc.image_files import MAX_SCANS, decode_rgb, jpeg_size, open_header
 
 SIZES = [(64, 48), (40, 56), (16, 24), (8, 8)]  # of all frames here: nothing is large to any reader
-# Markers that readers take in different ways: stuffed, reserved, restarts, the start and end, extensions, comments.
 GARBAGE = [b"\xff", b"\0", b"\xff\0", b"\xff\xd3", b"\xff\x01", b"\xff\xff\xff", b"ab"]
+# Markers that readers take in different ways: stuffed, reserved, restarts, the start and end, extensions, comments.
 MARKERS = [0x00, 0x01, 0x02, 0xBF, 0xC4, 0xC8, 0xD0, 0xD8, 0xD9, 0xDC, 0xDE, 0xDF, 0xE1, 0xF0, 0xFE, 0xFF]
 
 
