@@ -17,6 +17,7 @@ from torch import Tensor
 from plsc.errors import DataError, UsageError, first_line, quoted
 from plsc.files import LARGEST_JSON, parse_json
 from plsc.models.preprocessing import Preprocessing
+from plsc.models.torch_files import checkpoint_hint
 from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
 from plsc.signing import MODEL, SUFFIX, is_asked_for, read_signed
 from plsc.text_files import read_text
@@ -55,7 +56,8 @@ def weights_file(source: str | Path) -> Path:
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).is_file()), None)
         if found is None:
-            raise UsageError(f"{path} holds neither {' nor '.join(FILES)}; name the file of weights")
+            mend = checkpoint_hint(path) or "; name the file of weights"
+            raise UsageError(f"{path} holds neither {' nor '.join(FILES)}{mend}")
         return found
     text = str(source)
     if not path.exists() and (text.startswith(HUB_PREFIX) or _TIMMS_OWN_ID.fullmatch(text)):

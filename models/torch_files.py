@@ -8,6 +8,7 @@ import argparse
 import os
 import pickle
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -29,6 +30,20 @@ _LARGEST_PROGRAM = 64 << 20  # a pickle has some 200 bytes for each tensor
 _LARGEST_TUPLE = 10_000  # items, with all that lie in them
 _LEGACY_PICKLES = 5  # magic number, protocol, system, content, keys of the storages
 _SHARED = 4  # how many times a file's bytes may appear in its tensors
+_CHECKPOINT = re.compile(r"step-\d+")  # the folder of a checkpoint of plsc train, in …
+_CHECKPOINTS = "checkpoints"  # … this one of a run
+
+
+def checkpoint_hint(path: Path) -> str:
+    """What writes the model of a checkpoint of ``plsc train`` that was named in its place; "" of anything else."""
+    inside = path if path.is_dir() else path.parent
+    if _CHECKPOINT.fullmatch(inside.name):
+        found = inside
+    elif path.is_dir() and (path.name == _CHECKPOINTS or (path / _CHECKPOINTS).is_dir()):
+        found = path
+    else:
+        return ""
+    return f"; of a checkpoint, `plsc checkpoint export {found} model.safetensors` writes the model"
 
 
 def check_torch_file(file: BinaryIO) -> None:

@@ -18,7 +18,7 @@ from plsc.files import atomic_write, pinned
 from plsc.models import timm_weights
 from plsc.models.backbone import Architecture, Backbone, infer, is_ours
 from plsc.models.preprocessing import ImageSize, Preprocessing, check_side, height_and_width, image_size
-from plsc.models.torch_files import archive_names, check_tensors, load_torch_file
+from plsc.models.torch_files import archive_names, check_tensors, checkpoint_hint, load_torch_file
 from plsc.models.trial import Inputs, require_trial
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 from plsc.signing import MODEL, is_asked_for, open_signed
@@ -196,7 +196,10 @@ def _metadata_errors(path: Path) -> Iterator[None]:
 def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors by key, without wrappers' prefixes, and the metadata (of .safetensors only)."""
     if not path.is_file():
-        raise UsageError(f"{path} does not exist; name a model file (.safetensors, .pt)")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"{path} {what}{checkpoint_hint(path) or '; name a model file (.safetensors, .pt)'}")
+    if path.suffix in ("", ".distcp") and (mend := checkpoint_hint(path)):
+        raise DataError(f"{path} is no model file{mend}")
     if path.suffix == ".onnx":
         raise UsageError(f"{path} is an ONNX model, which can only embed; name a .safetensors or .pt file")
     with path.open("rb") if own else open_signed(path, MODEL) as file:

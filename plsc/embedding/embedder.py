@@ -14,6 +14,7 @@ from plsc.files import read_json
 from plsc.models import Backbone, load_model
 from plsc.models.preprocessing import Preprocessing, contract_id, height_and_width, state_digest
 from plsc.models.timm_weights import hub_model, is_hub_id
+from plsc.models.torch_files import checkpoint_hint
 from plsc.parallel import Mesh
 from plsc.progress import log_once
 
@@ -241,7 +242,8 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
             raise UsageError(f"{path} is a file: --best chooses among the weights of a run directory; leave it out")
         return path
     if not (path / RUN_MODEL).is_file():
-        raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}; name the model file itself")
+        mend = checkpoint_hint(path) or "; name the model file itself"
+        raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}{mend}")
     if best and not (path / RUN_BEST).is_file():
         raise UsageError(f"{path} has no {RUN_BEST}: it was trained without [eval] sets; leave --best out")
     model = path / (RUN_BEST if best else RUN_MODEL)
@@ -273,6 +275,7 @@ def _engine(path: Path, device: torch.device, precision: str, architecture: str 
         module, preprocessing, embedding_dim, contract = open_program(path, device)
         return TorchEngine(module, preprocessing, embedding_dim, contract, device, precision)
     if path.suffix not in STATE_SUFFIXES:
-        raise DataError(f"{path} is no model file that is known here (.safetensors, .pt, .pth, .bin, .onnx, .pt2)")
+        known = ".safetensors, .pt, .pth, .bin, .onnx, .pt2"
+        raise DataError(f"{path} is no model file that is known here ({known}){checkpoint_hint(path)}")
     model = load_model(path, architecture=architecture)
     return backbone_engine(model, device, precision, channels_last=True)

@@ -2,7 +2,8 @@
 
 int8 is onnxruntime's static quantisation: pairs of QuantizeLinear and DequantizeLinear (QDQ), weights per channel,
 ranges of values between the smallest and the largest that the user's own pictures give. The first and the last layer,
-and what stands before and after them, stay in float32: they have few of the products, and lose most.
+and what stands before and after them, stay in float32: they have few of the products, and lose most. So do
+normalisations, whose numbers for each channel onnxruntime would round by one scale for all of them.
 """
 
 import tempfile
@@ -20,6 +21,7 @@ from plsc.models.preprocessing import Preprocessing
 
 FP32, FP16, INT8 = "fp32", "fp16", "int8"
 LAYERS = ("Conv", "Gemm", "MatMul")  # operators with weights
+NORMALISATIONS = ("BatchNormalization", "InstanceNormalization", "LayerNormalization")
 PIXELS = "preprocessing_pixels"
 # Operators, what they take of the preprocessing, with which value they do nothing, and what their result is called.
 ARITHMETIC = (("Sub", "mean", 0.0, "preprocessing_difference"), ("Div", "std", 1.0, "preprocessing_values"))
@@ -82,6 +84,7 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
     layers = [place for place, node in enumerate(model.graph.node) if node.op_type in LAYERS]
     if len(layers) < 3:
         raise UsageError("int8 leaves the first and the last layer in float32, and the model has none between them")
+    normalising = [node.name for node in model.graph.node if node.op_type in NORMALISATIONS]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "quantised.onnx"
         quantize_static(
@@ -91,7 +94,7 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=[*names[: layers[0] + 1], *names[layers[-1] :]],
+            nodes_to_exclude=[*names[: layers[0] + 1], *normalising, *names[layers[-1] :]],
         )
         return onnx.load(str(path))
 

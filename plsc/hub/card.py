@@ -14,6 +14,7 @@ from plsc.evaluation.report import groups_rows, groups_title, percent, results_r
 from plsc.files import read_json
 from plsc.models import Backbone
 from plsc.models.timm_export import EMBEDDINGS, TimmFolder
+from plsc.progress import printable
 from plsc.strict_toml import read_toml
 
 # Of a run's config.toml: what says how the weights came about, without a path of the machine.
@@ -26,6 +27,12 @@ _TRAINING = (
     },
 )
 _METRICS = ("accuracy", "auc", "eer", "rank1", "rank5")
+# What Markdown, the hub's HTML or its mathematics would take a meaning from, wherever it stands in a line …
+_MARKUP = re.compile(
+    r"[\\`*\[\]<>|~$@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|!(?=\[)|(?<=www)\.|&(?=#?\w+;)", re.I
+)
+# … and what would begin a list, a heading or a rule, up to the letter that does.
+_BEGINNING = re.compile(r"\d{1,9}(?=[.)](?:\s|$))|(?=[#+=]|-(?!\d))")
 _PATH = re.compile(r"(?<![\w:])(?:[A-Za-z]:\\|~?/)[^\s,;'\"]*[/\\]([^\s,;'\"/\\]+)")
 
 
@@ -154,11 +161,11 @@ def _probe_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
-    """A scalar of YAML: a text in JSON's quotes, a number that YAML 1.1 takes for one (1.0e-05, not 1e-05)."""
+    """A scalar of YAML, in one line: a text in JSON's quotes, a number that YAML 1.1 takes for one (1.0e-05)."""
     if isinstance(value, float):
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    return json.dumps(value, ensure_ascii=False)
+    return printable(json.dumps(value, ensure_ascii=False))  # JSON leaves some ends of lines as they are
 
 
 def _summary(model: Backbone, contract_id: str) -> str:
@@ -206,7 +213,7 @@ def _measured(found: Measurements) -> str:
         parts += ["By `plsc eval`, on sets that are named as they were:", _table(results_rows(found.evaluations))]
     for name, result in found.evaluations.items():
         if "by_group" in result:
-            parts += [f"{groups_title(name, result['by_group'])}:", _table(groups_rows(result["by_group"]))]
+            parts += [f"{_plain(groups_title(name, result['by_group']))}:", _table(groups_rows(result["by_group"]))]
     if found.probes:
         rows = [("probe of frozen embeddings", "method", "images", "top-1, %", "top-5, %")]
         for name, result in found.probes.items():
@@ -219,7 +226,7 @@ def _measured(found: Measurements) -> str:
 
 
 def _thresholds(calibration: Calibration) -> list[str]:
-    sets = ", ".join(public_name(name) for name in calibration.sets)
+    sets = _plain(", ".join(public_name(name) for name in calibration.sets))
     rows = [("false-match rate", "threshold, cosine", "true-match rate, %", "different pairs that match")]
     for point in calibration.points:
         rows.append((f"{point.fmr:g}", f"{point.threshold:.4f}", percent(point.tmr), f"{point.impostors:,}"))
@@ -227,8 +234,15 @@ def _thresholds(calibration: Calibration) -> list[str]:
     return ["### Thresholds", f"Measured on {sets}: {calibration.images:,} images, {pairs}.", _table(rows)]
 
 
+def _plain(text: str) -> str:
+    """``text``, which somebody gave, as Markdown shows it letter by letter, in one line."""
+    line = _MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split())))
+    start = _BEGINNING.match(line)
+    return line if start is None else f"{start[0]}\\{line[start.end() :]}"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    escaped = [[_plain(cell) for cell in row] for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in escaped]
     return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
 
@@ -236,7 +250,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _training(model: Backbone, facts: CardFacts) -> str:
     config = _run_config(facts.run)
     names = facts.data or ", ".join(_data_names(config))
-    parts = ["## Training", f"Data: {names or 'not stated'}."]
+    parts = ["## Training", f"Data: {_plain(names) or 'not stated'}."]
     rows = [("key", "value"), *_settings(config)]
     if len(rows) > 1:
         parts.append(_table(rows))
@@ -273,5 +287,5 @@ def _limits(facts: CardFacts) -> str:
         points.append("It was not evaluated here.")
     if not any("by_group" in result for result in found.evaluations.values()):
         points.append("Results by group of people were not measured.")
-    points.append(f"Licence: {facts.license or 'not stated'}.")
+    points.append(f"Licence: {_plain(facts.license or '') or 'not stated'}.")
     return "\n\n".join([*lines, "\n".join(f"- {point}" for point in points)])

@@ -1,5 +1,6 @@
 """Opening models for embedding: every kind of file, one face."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.backbones import pictures, trained_a_little
 import plsc.models
 from plsc.embedding.embedder import CPU_BATCH, Embedder, model_file, open_embedder
 from plsc.embedding.export import export_insightface, export_onnx, export_torch
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, PlscError, UsageError
 
 CPU = torch.device("cpu")
 SIZE, DIM = 48, 16
@@ -123,6 +124,26 @@ def test_what_is_not_there_or_no_model_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             open_embedder(path)
+
+
+def test_a_checkpoint_in_a_models_place_names_the_command_that_exports_it(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000100"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "__0_0.distcp").touch()
+    (checkpoint / ".metadata").touch()
+    for source, named in (
+        (checkpoint, checkpoint),
+        (checkpoint / "__0_0.distcp", checkpoint),
+        (checkpoint / ".metadata", checkpoint),
+        (checkpoint.parent, checkpoint.parent),
+        (tmp_path / "run", tmp_path / "run"),
+    ):
+        mend = re.escape(f"`plsc checkpoint export {named} model.safetensors` writes the model")
+        for load in (open_embedder, plsc.load_model, plsc.models.load_model):
+            with pytest.raises(PlscError, match=mend):
+                load(source)
+        with pytest.raises(PlscError, match=mend):
+            plsc.models.load_weights(plsc.models.create("resnet8", embedding_dim=8, image_size=32), source)
 
 
 def test_a_run_stands_for_its_last_weights_and_best_is_asked_for(tmp_path: Path) -> None:

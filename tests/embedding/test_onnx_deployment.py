@@ -18,7 +18,7 @@ import plsc.models
 from plsc.embedding import export
 from plsc.embedding.embedder import backbone_engine, open_embedder
 from plsc.embedding.export import CPU, export_onnx
-from plsc.embedding.onnx_deployment import OnnxForm
+from plsc.embedding.onnx_deployment import NORMALISATIONS, OnnxForm, in_precision
 from plsc.errors import DataError, UsageError
 from plsc.evaluation.precision_loss import JudgedPictures
 from plsc.models.preprocessing import Preprocessing, state_digest
@@ -27,6 +27,7 @@ from plsc.tools.entry import main
 SIZE, DIM = 32, 16
 PEOPLE = "avatars:40x5@1000000"
 GRAPHS: dict[str, Any] = {}
+SIDES = (("x", 3), ("y", 4))  # of a small graph: its input and output, and their channels
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,37 @@ def test_int8_quantises_all_layers_but_the_first_and_the_last(tmp_path: Path) ->
     assert embedder.contract_id == result["contract_id"] != own
     again = exported(tmp_path / "u8.onnx", "int8", inside=True)[1]
     assert again["contract_id"] == result["contract_id"]  # the same pictures calibrated it
+
+
+@pytest.mark.parametrize("kind", NORMALISATIONS)
+def test_int8_leaves_normalisations_in_float32(kind: str, tmp_path: Path) -> None:
+    """One scale for channels of 1 and of 1,000 would leave nothing of the smaller ones."""
+    random = np.random.default_rng(0)
+    shape = {"LayerNormalization": (8,)}.get(kind, (4,))
+    numbers = ("scale", "bias", "mean", "variance")[: 4 if kind == "BatchNormalization" else 2]
+    tensors = {f"w{n}": random.normal(0, 0.3, (4, 3 if n == 0 else 4, 3, 3)).astype(np.float32) for n in range(4)}
+    tensors |= {name: np.geomspace(1, 1000, *shape, dtype=np.float32) for name in numbers}
+    values, nodes = iter(("x", "a", "b", "normed", "c", "y")), []
+    value = next(values)
+    for layer in ("w0", "w1", kind, "w2", "w3"):
+        made = next(values)
+        if layer == kind:
+            nodes.append(onnx.helper.make_node(kind, [value, *numbers], [made], "normalise"))
+        else:
+            nodes.append(onnx.helper.make_node("Conv", [value, layer], [made], layer, pads=[1, 1, 1, 1]))
+        value = made
+    made = (onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size, 8, 8]) for name, size in SIDES)
+    given, answer = made
+    constants = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    graph = onnx.helper.make_graph(nodes, "normalising", [given], [answer], constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    reduced = in_precision(model, OnnxForm("int8", calibration=[pictures(4, 8)]), Preprocessing(8))
+    (node,) = (node for node in reduced.graph.node if node.op_type == kind)
+    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in reduced.graph.initializer}
+    for name in numbers:
+        np.testing.assert_array_equal(held[name], tensors[name])
+    assert list(node.input[1:]) == list(numbers)
+    assert sum(node.op_type == "QuantizeLinear" for node in reduced.graph.node) > 0
 
 
 @pytest.mark.exhaustive
