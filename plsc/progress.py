@@ -48,6 +48,12 @@ def write(text: str, file: TextIO | None) -> None:
         raise
 
 
+def flush() -> None:
+    """Write what standard error and output hold back; raises as :func:`write`."""
+    write("", sys.stderr)
+    write("", sys.stdout)
+
+
 def show(*lines: str) -> None:
     """Print lines on standard output; raises as :func:`write`."""
     write("\n".join(map(printable, lines)) + "\n", sys.stdout)

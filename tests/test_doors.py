@@ -29,7 +29,6 @@ SHOWN = "a\ufffd[2Jall good\ufffd\ufffdplsc: sound\ufffd31m\ufffdgpj."
 # was found to be a regular file before.
 OPENERS = {
     "plsc.regular_files": "the door",
-    "plsc.arcface_torch": "a config that the user names",
     "plsc.bench": "our own measurements, and a checkout that the user names",
     "plsc.client": "the user's own token",
     "plsc.cluster": "its own state, and labels and centres that it has written",
@@ -67,12 +66,14 @@ PRINTERS = {
     "plsc.progress": "the door",
     "plsc.data.glyphs.fonts": "switches another's log off",
     "plsc.doctor.report": "in colour, with printable()",
+    "plsc.embedding.export": "calls a function that writes a model",
     "plsc.gallery.milvus_client": "switches another's log off",
     "plsc.head.sharded_head": "names a backend of our own",
     "plsc.loggers.mlflow_run": "switches another's log off",
     "plsc.optim.eight_bit_adamw": "switches another's log off",
     "plsc.parallel.launch": "what ranks have printed",
     "plsc.strict_toml": "the name of a key of ours",
+    "plsc.tools.entry": "help and usage of our own",
     "plsc.tools.train": "the name of an option",
     "plsc.train.components": "switches another's log off",
 }
@@ -98,7 +99,7 @@ def prints(call: ast.Call) -> bool:
     if name == "warn":
         return owner == "warnings"
     if name == "write":
-        return owner in ("stdout", "stderr")
+        return owner in ("stdout", "stderr", "")
     return name in PRINTING and (owner in ("", "logging"))
 
 

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TypeVar
 from plsc.errors import PlscError, UsageError, masked
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
-from plsc.progress import note, printable, show, write
+from plsc.progress import flush, note, printable, show, write
 from plsc.regular_files import ALLOW_OUTSIDE
 from plsc.signing import VERIFY_FROM, VERIFY_KEY
 
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _main(sys.argv[1:] if argv is None else argv)
         finally:
-            write("", sys.stdout)  # what is left fails here, and not in the interpreter's own end
+            flush()  # what is left fails here, and not in the interpreter's own end
     except OSError as error:
         return _fail("plsc", f"standard output: {error.strerror}", 1)
 
@@ -391,7 +391,7 @@ def _fail(command: str, message: str, code: int) -> int:
     print_error(command, message)
     # Not by the interpreter's own end: a thread that waits in gloo for other ranks would abort it when these end too.
     try:
-        write("", sys.stdout)
+        flush()
     finally:
         os._exit(code)
 

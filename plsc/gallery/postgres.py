@@ -174,7 +174,7 @@ class PostgresStore(Store):
             rows.insert_answer(connection, idempotent, result)
 
     def forget_answers(self, before: str, most: int) -> int:
-        """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
+        """See :class:`plsc.gallery.store.Store`."""
         with self._transaction() as connection:
             return rows.delete_answers(connection, before, most)
 

@@ -20,6 +20,7 @@ from plsc.gallery.rows import Rows
 from plsc.gallery.second_space import exchanged
 from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
 from plsc.gallery.values import (
+    FORGOTTEN_AT_ONCE,
     Collection,
     Float32,
     IdempotentRequest,
@@ -392,13 +393,12 @@ def find_answer(connection: Any, token: str, key: str) -> StoredAnswer | None:
 
 
 def delete_answers(connection: Any, before: str, most: int) -> int:
-    """Delete the answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
-    deleted = connection.execute("DELETE FROM plsc_idempotency WHERE created < %s", [before]).rowcount
-    deleted += connection.execute(
-        "DELETE FROM plsc_idempotency i USING (SELECT token, key, row_number() OVER "
-        "(PARTITION BY token ORDER BY created DESC, key) AS place FROM plsc_idempotency) ranked "
-        "WHERE ranked.place > %s AND i.token = ranked.token AND i.key = ranked.key",
-        [most],
+    """Delete some of what :meth:`plsc.gallery.store.Store.forget_answers` forgets; returns how many."""
+    deleted = connection.execute(
+        "DELETE FROM plsc_idempotency WHERE (token, key) IN (SELECT token, key FROM "
+        "(SELECT token, key, created, row_number() OVER (PARTITION BY token ORDER BY created DESC, key) AS place "
+        "FROM plsc_idempotency) ranked WHERE created < %s OR place > %s LIMIT %s)",
+        [before, most, FORGOTTEN_AT_ONCE],
     ).rowcount
     return int(deleted)
 

@@ -13,12 +13,14 @@ from plsc.gallery.sqlite import COMPACT_WITHIN
 from plsc.gallery.store import Store, collect_changes
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.validation import now
+from plsc.gallery.values import FORGOTTEN_AT_ONCE
 from plsc.progress import note
 
 ANSWERS_KEPT = timedelta(days=1)
 MAX_ANSWERS = 100_000  # of one token; of more the oldest are forgotten
 _EXPIRY_SECONDS = 1.0  # between two looks for persons who expired
 _ANSWERS_SECONDS = 60.0
+_PIECE_PAUSE = 0.05
 _RETRY_SECONDS = 30.0
 _SWEEP_PART = 0.2  # of the time within which deleted people's pictures have to go, between two sweeps
 _SWEPT_AT_ONCE = 0.5  # seconds, between which others are looked for who expired
@@ -72,7 +74,9 @@ class Retention:
             pass
         self._sweep_for_a_while()
         if time.monotonic() >= self._answers_due:
-            self._store.forget_answers(now(-ANSWERS_KEPT), MAX_ANSWERS)
+            while self._store.forget_answers(now(-ANSWERS_KEPT), MAX_ANSWERS) >= FORGOTTEN_AT_ONCE:
+                if self._closing.wait(_PIECE_PAUSE):  # for changes that waited
+                    return
             self._answers_due = time.monotonic() + _ANSWERS_SECONDS
 
     def _sweep_for_a_while(self) -> None:

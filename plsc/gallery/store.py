@@ -375,7 +375,12 @@ class Store(SecondSpaces):
 
     @abstractmethod
     def forget_answers(self, before: str, most: int) -> int:
-        """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
+        """Forget answers stored before a time, and all but the ``most`` newest of each token.
+
+        Returns:
+            How many were forgotten. More may be left where it is :data:`plsc.gallery.values.FORGOTTEN_AT_ONCE`: changes
+            wait meanwhile, and a token may have had very many.
+        """
 
     # --- maintenance ---
 

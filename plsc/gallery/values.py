@@ -162,6 +162,9 @@ class Precondition:
             )
 
 
+FORGOTTEN_AT_ONCE = 2_000  # answers; changes wait some 50 ms
+
+
 @dataclass(frozen=True)
 class IdempotentRequest:
     """A request that may be sent again: its answer is stored in the transaction of its write.

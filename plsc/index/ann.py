@@ -12,7 +12,6 @@ out of it to measure recall, and an exact search for what the structure cannot a
 import ctypes
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from plsc.index import faiss_gpu
 from plsc.index.recall import Recall, RecallMonitor
 from plsc.index.rows import Float32, Int64, Mask, RowSource
 from plsc.index.scan import ExactSearcher, knn, load_faiss, merge_topk
-from plsc.progress import Progress, write
+from plsc.progress import Progress, flush
 
 Kind = Literal["exact", "ivf", "hnsw", "pq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -355,14 +354,14 @@ def disable_prefetch(structure: Any) -> None:
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
     """Send what is printed on stdout meanwhile to stderr, by C++ too: faiss prints the names and sizes of its files."""
-    flush = ctypes.CDLL(None).fflush
-    write("", sys.stdout)
-    flush(None)
+    flush_c = ctypes.CDLL(None).fflush
+    flush()
+    flush_c(None)
     saved = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        flush(None)
+        flush_c(None)
         os.dup2(saved, 1)
         os.close(saved)

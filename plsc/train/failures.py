@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from plsc.parallel.collectives import await_farewell, farewell
 from plsc.parallel.launch import STOP_SIGNALS
 from plsc.parallel.rank_monitor import Hang, RankMonitor
 from plsc.parallel.rendezvous import agent_keeps_store
-from plsc.progress import write
+from plsc.progress import flush
 
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
@@ -111,9 +110,8 @@ def _end_at_once(code: int) -> NoReturn:
     At that the thread of :class:`RankWatch` would abort the process if it came out of gloo meanwhile, because the other
     ranks have ended.
     """
-    write("", sys.stderr)
     try:
-        write("", sys.stdout)
+        flush()
     finally:
         os._exit(code)
 

@@ -296,6 +296,18 @@ def test_old_answers_are_forgotten(able: Store) -> None:
     assert able.stored_answer("other", "k4") is None
 
 
+def test_many_old_answers_are_forgotten_in_pieces(able: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes wait while answers are forgotten, and a token may have sent very many."""
+    for module in ("sqlite.records", "postgres_rows"):
+        monkeypatch.setattr(f"plsc.gallery.{module}.FORGOTTEN_AT_ONCE", 4)
+    for number in range(6):
+        able.store_answer(request(f"k{number}"), number)
+        able.store_answer(request(f"k{number}", "other"), number)
+    assert [able.forget_answers("2001-01-01T00:00:00.000Z", 1) for _ in range(4)] == [4, 4, 2, 0]
+    assert sum(able.stored_answer(token, f"k{n}") is not None for token in ("t", "other") for n in range(6)) == 2
+    assert [able.forget_answers("2990-01-01T00:00:00.000Z", 9) for _ in range(2)] == [2, 0]
+
+
 @pytest.mark.slow
 def test_one_key_from_many_threads_writes_once(able: Store) -> None:
     made: list[list[Person]] = []

@@ -19,7 +19,7 @@ from plsc.errors import ConflictError
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
 from plsc.gallery.sqlite.schema import SPACE
 from plsc.gallery.validation import MAX_ID, now
-from plsc.gallery.values import Collection, Float32, IdempotentRequest, Migration, StoredAnswer
+from plsc.gallery.values import FORGOTTEN_AT_ONCE, Collection, Float32, IdempotentRequest, Migration, StoredAnswer
 from plsc.index.rows import Int64, Mask
 
 CHANGES = "changes"  # its last number is that of the last change
@@ -317,14 +317,17 @@ def find_answer(db: sqlite3.Connection, token: str, key: str) -> StoredAnswer | 
 
 
 def delete_answers(db: sqlite3.Connection, before: str, most: int) -> int:
-    """Delete the answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
-    deleted = db.execute("DELETE FROM idempotency WHERE created < ?", (before,)).rowcount
+    """Delete some of what :meth:`plsc.gallery.store.Store.forget_answers` forgets; returns how many."""
+    deleted = db.execute(
+        "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE created < ? LIMIT ?)",
+        (before, FORGOTTEN_AT_ONCE),
+    ).rowcount
     crowded = db.execute("SELECT token FROM idempotency GROUP BY token HAVING count(*) > ?", (most,)).fetchall()
     for (token,) in crowded:
         deleted += db.execute(
             "DELETE FROM idempotency WHERE rowid IN "
-            "(SELECT rowid FROM idempotency WHERE token = ? ORDER BY created DESC, rowid DESC LIMIT -1 OFFSET ?)",
-            (token, most),
+            "(SELECT rowid FROM idempotency WHERE token = ? ORDER BY created DESC, rowid DESC LIMIT ? OFFSET ?)",
+            (token, max(FORGOTTEN_AT_ONCE - deleted, 0), most),
         ).rowcount
     return deleted
 

@@ -419,7 +419,7 @@ class SqliteStore(Store):
                 records.insert_answer(db, idempotent, result)
 
     def forget_answers(self, before: str, most: int) -> int:
-        """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
+        """See :class:`plsc.gallery.store.Store`."""
         with self._write_lock, self._database.writing() as db:
             return records.delete_answers(db, before, most)
 
