@@ -369,7 +369,7 @@ class Shared:
     """
 
     def __init__(self, what: str, most: int, share: float, least: int = 1) -> None:
-        self._what, self._most, self._part = what, most, max(int(most * share), least)
+        self._what, self._most, self._part, self._least = what, most, max(int(most * share), least), least
         self._held: Counter[str | None] = Counter()
         self.total = 0
 
@@ -380,8 +380,10 @@ class Shared:
 
     def check(self, owner: str | None, amount: int = 1) -> None:
         """:class:`ApiError` unless the caller of this name may have ``amount`` more: 429 for its own part, 503."""
-        if self._part < self._most and self._held[owner] + amount > self._part:
-            raise over_share(owner, f"{self._part:,} {self._what}")
+        if self._part < self._most:
+            part = max(part_beside(self._part, self._most - self.total - amount), self._least)
+            if self._held[owner] + amount > part:
+                raise over_share(owner, f"{part:,} {self._what}")
         if self.total + amount > self._most:
             raise _error(503, f"{self._most:,} {self._what} are held for all callers already; ask again in a moment")
 
@@ -397,6 +399,15 @@ class Shared:
         self.total -= amount
         if not self._held[owner]:
             del self._held[owner]
+
+
+def part_beside(part: int, free: int) -> int:
+    """What one caller may have of what others leave: ``part``, and at most twice what stays ``free`` beside it.
+
+    So any number of callers leaves some to the next one (the dynamic thresholds of Choudhury and Hahne, 1998): four who
+    want all of it a ninth.
+    """
+    return min(part, 2 * free)
 
 
 def over_share(owner: str | None, what: str) -> "ApiError":

@@ -18,7 +18,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from plsc.serve.access import Bucket, Shared, over_share
+from plsc.serve.access import Bucket, Shared, over_share, part_beside
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.settings import Limits
 from plsc.serve.turns import TokenTurns
@@ -138,8 +138,9 @@ class ConnectionBudget:
         """Count a connection as that of a token, or nobody's; :class:`ApiError` 429 or 503 if too many are busy."""
         known = self._known
         if owner is not None:
-            if self._part < known.most and len(own := known.of[owner]) >= self._part and not self._close_idle(own):
-                raise over_share(owner, f"{self._part} busy connections")
+            part = max(part_beside(self._part, known.most - known.count - 1), 1)
+            if self._part < known.most and len(own := known.of[owner]) >= part and not self._close_idle(own):
+                raise over_share(owner, f"{part} busy connections")
             if known.count >= known.most and not self._close_idle(known.largest()):
                 raise ApiError(503, f"{known.most} connections are open and busy already; ask again in a moment")
         self.remove(connection)

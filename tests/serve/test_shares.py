@@ -2,10 +2,12 @@
 
 import contextlib
 import http.client
+import itertools
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from support.live_service import Live, bearer, image_input, live_service, pictur
 from support.waiting import held_up, wait_until
 
 from plsc.serve import admission
+from plsc.serve.access import Shared
+from plsc.serve.connections import Connection, ConnectionBudget
+from plsc.serve.errors import ApiError
 from plsc.serve.settings import MIB, Limits
 
 LIMITS = Limits(body_bytes=2 * MIB, memory_bytes=12 * MIB, connections=32, requests=16, token_share=0.25)
@@ -41,6 +46,43 @@ class Guarded:
         headers = {**bearer(self.live.secrets["other"]), **options.pop("headers", {})}
         with httpx.Client(base_url=self.live.server.address, timeout=30) as client:
             return client.request(method, path, headers=headers, **options)
+
+
+def until_refused(take: Callable[[], object]) -> int:
+    """How many a caller gets, one by one, until it alone is refused."""
+    for count in itertools.count():
+        try:
+            take()
+        except ApiError as error:
+            return count if error.status_code == 429 else -1
+    raise AssertionError
+
+
+def test_many_tokens_of_one_hand_leave_some_to_the_next() -> None:
+    shared = Shared("requests in flight", 512, 0.25)
+    cameras = [partial(shared.take, f"camera{number}") for number in range(5)]
+    assert list(map(until_refused, cameras)) == [128, 128, 128, 85, 28]
+    for number in range(15):
+        shared.take(f"door{number}")
+    with pytest.raises(ApiError, match="512 requests in flight are held for all callers") as refused:
+        shared.take("another")
+    assert refused.value.status_code == 503
+    for _ in range(128):
+        shared.give_back("camera0")
+    assert until_refused(partial(shared.take, "another")) == 85
+
+
+def test_many_tokens_of_one_hand_leave_connections_to_the_next() -> None:
+    budget = ConnectionBudget(known=64, part=16, anonymous=8)
+
+    def connect(owner: str) -> None:
+        connection = Connection(budget, lambda: None, lambda: None)
+        budget.add(connection)
+        connection.is_idle = False
+        connection.belongs_to(owner)
+
+    cameras = [partial(connect, f"camera{number}") for number in range(6)]
+    assert list(map(until_refused, cameras)) == [16, 16, 16, 10, 4, 1]
 
 
 @pytest.fixture
