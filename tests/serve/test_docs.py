@@ -15,13 +15,31 @@ from support.live_service import bearer, live_service
 from support.page_runner import ROOT, blocks_of
 from support.waiting import free_port, wait_until
 
+from plsc.files import sha256
 from plsc.serve.tokens import add_token
+
+SWAGGER_UI = {
+    "LICENSE": "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30",
+    "NOTICE": "0d20d1adef18aee3f40dd258172155521ce702ac445cb5f7b7d60ed32dad2fb2",
+    "swagger-ui-bundle.js": "e6a898692f2d768e807c3ba4626068a69a2c5dd960dd6c76f3e4d3a3de180af2",
+    "swagger-ui-bundle.js.LICENSE.txt": "37eb6e7e59aed57b2c1acf076574b818ea07b74265717e0bd67b59e0baf9abbb",
+    "swagger-ui.css": "5ed08757e53da3e026d6cbecc61fe5d43585c9560b302d534ad56692519a273d",
+}
 
 SERVING, MIGRATION, DEPLOYMENT = (ROOT / "docs" / f"{name}.md" for name in ("serving", "migration", "deployment"))
 
 
 def blocks(page: Path, language: str) -> str:
     return "\n".join(block.text for block in blocks_of(page) if block.language == language)
+
+
+def test_swagger_ui_is_what_its_makers_published() -> None:
+    """Hashes of the files in swagger-ui-dist of npm, of the version that index.html names."""
+    folder = ROOT / "plsc" / "serve" / "swagger_ui"
+    found = {path.name: sha256(path) for path in folder.iterdir()}
+    assert {name: found.pop(name) for name in SWAGGER_UI} == SWAGGER_UI
+    assert set(found) == {"index.html", "start.js"}, "they are our own"
+    assert "swagger-ui-dist 5.35.0 from npm, unchanged" in (folder / "index.html").read_text()
 
 
 def test_every_operation_is_shown(tmp_path):
