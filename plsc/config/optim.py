@@ -69,8 +69,9 @@ class OptimConfig:
         gamma: step: factor of the learning rate at each milestone.
         clip_norm: Largest norm of the gradient, to which it is clipped; 0: no clipping.
         clip_head: Include the head's gradient in the norm and clip it too; false: the backbone's gradient alone.
-        accumulate: Micro-batches per step (gradient accumulation); the step equals that of one large batch, but for what
-            sees a micro-batch at a time: batch normalisation, running statistics (head.rate), drawn classes and labels.
+        accumulate: Micro-batches per step (gradient accumulation); the step equals that of one large batch, but for
+            what sees a micro-batch at a time: batch normalisation, running statistics (head.rate), drawn classes and
+            labels.
     """
 
     name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS", is_fixed=True)
