@@ -260,9 +260,10 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
     source = EmbeddingSet(args.set)  # before the store is made
     with _opened(args, create=True) as store:
         result = import_set(store, args.collection, source)
+    there = f"{counted(result['there'], 'person')} there already, " if "there" in result else ""
     show(
         f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
-        f"{counted(result['left_out'], 'row')} left out"
+        f"{there}{counted(result['left_out'], 'row')} left out"
     )
     if alignment := source.manifest.get("alignment"):
         note(f"{args.set}: its faces were aligned ({printable(str(alignment))}); serve whole photos with --detector")

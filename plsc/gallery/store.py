@@ -180,7 +180,7 @@ class Store(SecondSpaces):
         for person in persons:
             self._refuse("external ids", person.external_id)
             self._refuse("expiry dates", person.expires)
-            self._refuse("keys of faces", person.keys or None)
+            self._refuse("keys of faces", next(filter(None, person.keys), None))
 
         def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
             return validation.check_persons(persons, contract_id, info, migration, compatible_with)
@@ -203,7 +203,7 @@ class Store(SecondSpaces):
         """
         validation.check_external_id(person.external_id)
         self._refuse("external ids", person.external_id)
-        self._refuse("keys of faces", person.keys or None)
+        self._refuse("keys of faces", next(filter(None, person.keys), None))
 
         def check(info: Collection, migration: Migration | None) -> ValidPerson:
             return validation.check_persons([person], contract_id, info, migration, compatible_with)[0]
@@ -284,7 +284,7 @@ class Store(SecondSpaces):
         gets the key. ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
         self._refuse("idempotency keys", idempotent)
-        self._refuse("keys of faces", keys or None)
+        self._refuse("keys of faces", next(filter(None, keys), None))
 
         def check(info: Collection, migration: Migration | None) -> tuple[Any, ...]:
             own, second = validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)

@@ -141,7 +141,7 @@ class ThumbnailStore:
             faces = self._store.add_faces(collection, person, vectors, contract_id, idempotent=idempotent, **options)
             # A face that was there already, by its key, has its picture.
             lacking = [
-                None if keys and self._has(collection, person, face) else crop
+                None if any(keys) and self._has(collection, person, face) else crop
                 for face, crop in zip(faces, crops, strict=True)
             ]
             self._write(collection, person, faces, lacking)

@@ -19,6 +19,7 @@ Persons who expired are left out.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plsc.embedding.columns import open_array, write_npy_header
+from plsc.embedding.contracts import is_of
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
@@ -46,7 +48,7 @@ from plsc.files import (
 )
 from plsc.gallery.store import Store
 from plsc.gallery.validation import MAX_ID, check_new
-from plsc.gallery.values import Collection, Float32, NewPerson, Person
+from plsc.gallery.values import Collection, Float32, NewPerson, Person, PersonSummary
 from plsc.index.rows import Int64, Mask, searchable
 from plsc.progress import Progress
 
@@ -56,6 +58,8 @@ COPY_VERSION = 3
 _OLDEST_COPY = 1  # its persons have neither external ids, revisions nor expiry dates; faces have keys since 3
 _PAGE_PERSONS = 1000  # read from a store at once
 _SHARD_ROWS = 32768
+_SAME_VECTOR, _SAME_VECTORS = 1 - 1e-5, 10  # cosine of a vector and itself; persons who may have one
+_LOOKED_FOR = 100  # persons, by whom it is told that a set was imported before
 _IMPORT_BATCH_FACES = 2000  # of an import's transaction, at least
 _COPY_BATCH_PERSONS = 500  # of a transaction of copy_into
 
@@ -163,12 +167,15 @@ def import_set(
     """Enrol an embedding set: a person for each class, and one for each row without a class, its key as metadata.
 
     The collection is created if there is none; a set by a model that is compatible with the collection's comes beside
-    what it holds. Rows with an error, NaN, infinity or length zero are left out. Persons are enrolled in batches, each
-    whole or not at all. If one fails, a collection that was created here is removed, and one that existed keeps the
-    batches before. Every file is hashed first.
+    what it holds. Who is there already is not enrolled again, and gets what faces are new: somebody with the same name
+    and a face with the same vector; an external id that is taken is refused. Rows with an error, NaN, infinity or
+    length zero are left out. Persons are enrolled in batches, each whole or not at all. If one fails, a collection that
+    was created here is removed, and one that existed keeps the batches before, from where the same call goes on. Every
+    file is hashed first.
 
     Returns:
-        {"persons", "faces", "left_out"}.
+        {"persons", "faces", "there", "left_out"}: how many were enrolled, how many persons were there already (unless
+        nobody was), and how many rows were left out.
 
     Raises:
         ConflictError: the vectors are of another model than the collection's.
@@ -196,21 +203,64 @@ def _new_collection(store: Store, name: str, dim: int, contract_id: str) -> Iter
 def _import_rows(store: Store, collection: str, source: EmbeddingSet, quiet: bool) -> dict[str, int]:
     progress = Progress("import", len(source), "faces", quiet=quiet)
     usable = _usable_rows(source)
-    persons = faces = 0
+    done: Counter[str] = Counter(persons=0, faces=0, there=0, left_out=len(source) - int(usable.sum()))
+    options: dict[str, Any] = {"contract_id": source.contract_id, "compatible_with": source.compatible_with}
+    info = store.collection(collection)
+    may_be_there = info.faces > 0 and is_of(source.contract_id, info.contract_id)
+    for batch in _batches(_new_persons(source, usable)):
+        if may_be_there:
+            # Where none of the first are there, the set was not imported before: a search for each would take long.
+            may_be_there = done["there"] > 0 or bool(_known(store, collection, batch[:_LOOKED_FOR]))
+        known = _known(store, collection, batch) if may_be_there else {}
+        new = [person for index, person in enumerate(batch) if index not in known]
+        store.add_persons(collection, new, **options)
+        for index, (id, rows) in known.items():
+            vectors, keys = np.asarray(batch[index].vectors)[rows], batch[index].keys
+            store.add_faces(collection, id, vectors, keys=[keys[row] for row in rows] if keys else [], **options)
+            done["faces"] += len(rows)
+        done.update(persons=len(new), there=len(known), faces=sum(len(np.asarray(one.vectors)) for one in new))
+        progress.advance(sum(len(np.asarray(one.vectors)) for one in batch))
+    progress.finish()
+    return {name: done[name] for name in ("persons", "faces", "there", "left_out") if done[name] or name != "there"}
+
+
+def _batches(persons: Iterable[NewPerson]) -> Iterator[list[NewPerson]]:
+    """Yield persons as they are enrolled together; an empty list at the least, by which a wrong model is refused."""
     batch: list[NewPerson] = []
     size = 0
-    for person in _new_persons(source, usable):
-        count = len(np.asarray(person.vectors))
+    for person in persons:
         batch.append(person)
-        size += 1 + count
+        size += 1 + len(np.asarray(person.vectors))
         if size >= _IMPORT_BATCH_FACES:
-            store.add_persons(collection, batch, source.contract_id, compatible_with=source.compatible_with)
+            yield batch
             batch, size = [], 0
-        persons, faces = persons + 1, faces + count
-        progress.advance(count)
-    store.add_persons(collection, batch, source.contract_id, compatible_with=source.compatible_with)
-    progress.finish()
-    return {"persons": persons, "faces": faces, "left_out": len(source) - faces}
+    yield batch
+
+
+def _known(store: Store, collection: str, persons: Sequence[NewPerson]) -> dict[int, tuple[int, list[int]]]:
+    """Return, of ``persons`` who are in a collection already, the id there and which of their rows are not, by index.
+
+    That is somebody with the same name, without an external id, and with a face of the same vector.
+    """
+    counts = [len(np.asarray(person.vectors)) for person in persons]
+    if not sum(counts):
+        return {}
+    vectors = np.concatenate([np.asarray(one.vectors) for one, count in zip(persons, counts, strict=True) if count])
+    matches = store.search(collection, vectors, k=_SAME_VECTORS, threshold=_SAME_VECTOR)
+    there = store.person_summaries(collection, [match.person for found in matches for match in found])
+    rest, known = iter(matches), dict[int, tuple[int, list[int]]]()
+    for index, (person, count) in enumerate(zip(persons, counts, strict=True)):
+        found = [{one.person for one in own if _are_one(person, there.get(one.person))} for own in islice(rest, count)]
+        ids = Counter(id for own in found for id in own)
+        if ids:
+            id = ids.most_common(1)[0][0]
+            known[index] = id, [row for row, own in enumerate(found) if id not in own]
+    return known
+
+
+def _are_one(new: NewPerson, known: PersonSummary | None) -> bool:
+    """True if these may be one; by an external id it is told when ``new`` is enrolled, which is then refused."""
+    return known is not None and (new.name, new.external_id) == (known.name, None)
 
 
 def _usable_rows(source: EmbeddingSet) -> Mask:

@@ -296,6 +296,13 @@ def _check_person(person: NewPerson, vectors: Float32, second: Float32 | None) -
     )
 
 
+def check_face_key(key: Any) -> str:
+    """Return the key of a face; :class:`UsageError` unless it is a string of 1 to 64 printable ASCII characters."""
+    if isinstance(key, str) and _FACE_KEY.fullmatch(key):
+        return key
+    raise UsageError(f"a face's key is 1 to 64 printable ASCII characters without spaces, not {quoted(key)}")
+
+
 def check_keys(keys: Sequence[str | None], faces: int) -> tuple[str | None, ...]:
     """Return the keys of new faces of a person, none at all where each is None.
 
@@ -308,8 +315,7 @@ def check_keys(keys: Sequence[str | None], faces: int) -> tuple[str | None, ...]
     if len(keys) != faces:
         raise UsageError(f"{faces} faces have {len(keys)} keys; give one for each, or None")
     for key in given:
-        if not isinstance(key, str) or not _FACE_KEY.fullmatch(key):
-            raise UsageError(f"a face's key is 1 to 64 printable ASCII characters without spaces, not {quoted(key)}")
+        check_face_key(key)
         if given.count(key) > 1:
             raise UsageError(f"the key {key} is given twice; it names one face of a person")
     return tuple(keys)

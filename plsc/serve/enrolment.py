@@ -23,7 +23,7 @@ from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search
 from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
-from plsc.serve.schemas import FaceInput, Input, PersonBody, PersonPut
+from plsc.serve.schemas import Input, PersonBody, PersonPut
 from plsc.serve.service import Embedded, Service, Spaces
 
 OnKnown = Literal["enrol", "refuse", "add"]
@@ -123,18 +123,12 @@ async def embed_persons(
             getattr(person, "external_id", None),
             person.expires,
             {contract_id: rows[end - count : end] for contract_id, rows in others.items()},
-            keys=face_keys(person.faces),
+            keys=[face.key for face in person.faces],
         )
         for count, end, person in zip(counts, ends, persons, strict=True)
     ]
     rest = iter(crops)
     return new, [list(islice(rest, count)) for count in counts], warnings
-
-
-def face_keys(faces: Sequence[FaceInput]) -> list[str | None]:
-    """The keys of faces, none at all where no face has one: not every store takes them."""
-    keys = [face.key for face in faces]
-    return keys if any(keys) else []
 
 
 async def embed_groups(service: Service, spaces: Spaces, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:

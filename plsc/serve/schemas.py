@@ -36,6 +36,7 @@ from plsc.gallery.validation import (
     MAX_EXTERNAL_ID,
     check_expires,
     check_external_id,
+    check_face_key,
     check_metadata,
 )
 from plsc.gallery.values import Person
@@ -242,7 +243,7 @@ class FaceInput(Input):
 
     model_config = ConfigDict(json_schema_extra=_INPUT)
 
-    key: Annotated[str, Field(pattern=FACE_KEY)] | None = Field(
+    key: Annotated[str, AfterValidator(check_face_key), Field(json_schema_extra={"pattern": FACE_KEY})] | None = Field(
         None,
         description="The caller's own name of the face, unique among the person's, such as a digest of the picture",
         examples=["2c26b46b68ffc68ff99b453c1d304134"],

@@ -21,7 +21,7 @@ from plsc.serve.changes import (
     read_precondition,
     set_etag,
 )
-from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, face_keys, read_enrolment
+from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import (
     DELETED,
@@ -258,7 +258,8 @@ async def add_faces(
             async def add(spaces: Spaces) -> tuple[list[int], list[str]]:
                 vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
                 kept = claim.request(lambda faces: (faces, warnings))
-                change = partial(service.thumbnails.add_faces, others=others, crops=crops, keys=face_keys(body.faces))
+                keys = [face.key for face in body.faces]
+                change = partial(service.thumbnails.add_faces, others=others, crops=crops, keys=keys)
                 return await service.enrol(change, spaces, person, vectors, idempotent=kept), warnings
 
             added, warnings = await service.with_collection(collection, add)
