@@ -23,10 +23,11 @@ from plsc.files import make_folder, read_json, write_json
 from plsc.index import Index
 from plsc.models import create, load_model
 from plsc.parallel import Mesh
-from plsc.parallel.launch import launch
+from plsc.parallel.launch import STOP_SIGNALS, launch
 from plsc.progress import show
 from plsc.quickstart import QuickstartPaths
 from plsc.quickstart.gallery import clear_gallery, fill_gallery
+from plsc.train.failures import Interrupted
 from plsc.train.metrics import read_metrics
 
 T = TypeVar("T")
@@ -117,7 +118,10 @@ def _launch(arguments: list[str]) -> None:
     """Run a plsc command on one rank per GPU, two at most; on two ranks without a GPU."""
     ranks = min(torch.cuda.device_count(), _MAX_GPU_RANKS) or _CPU_RANKS
     show(f"   plsc {' '.join(arguments)} --nproc {ranks}")
-    if launch(arguments, ranks):
+    code = launch(arguments, ranks)
+    if code - 128 in STOP_SIGNALS:
+        raise Interrupted("stopped; the same command goes on", code - 128)
+    if code:
         raise PlscError(f"`plsc {arguments[0]}` failed, see above: fix it and run quickstart again, which resumes")
 
 

@@ -149,6 +149,21 @@ def test_a_resumed_quickstart_reports_the_whole_training(finished):
     assert whole["seconds"] > 0
 
 
+@pytest.mark.parametrize(
+    ("ended", "code", "told"),
+    [
+        (130, 130, "stopped; the same command goes on"),
+        (143, 143, "stopped; the same command goes on"),
+        (137, 1, "`plsc train` failed, see above"),  # killed, for memory perhaps
+        (1, 1, "`plsc train` failed, see above"),
+    ],
+)
+def test_a_stop_during_the_training_is_no_failure_to_fix(tmp_path, monkeypatch, capsys, ended, code, told):
+    monkeypatch.setattr(steps, "launch", lambda arguments, ranks: ended)
+    assert main(["quickstart", "--out", str(tmp_path / "out")]) == code
+    assert capsys.readouterr().err.startswith(f"plsc quickstart: error: {told}")
+
+
 def test_a_port_in_use_is_told_before_the_training(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr("plsc.tools.quickstart.PORT", taken.getsockname()[1])
