@@ -59,6 +59,7 @@ def open_dataset(
     interpolation: str = BILINEAR,
     max_bad_records: int | None = MAX_BAD_RECORDS,
     label_columns: bool = False,
+    own_labels: bool = True,
 ) -> ImageDataset:
     """Open a folder per identity, a list file, a .rec (or its folder), or a drawn set (:data:`READERS`).
 
@@ -69,20 +70,23 @@ def open_dataset(
         interpolation: by which it is resized, "bilinear" or "bicubic".
         max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
         label_columns: take sets of several labels a picture, whose ``labels`` are (N, K), -1 where there is none.
+        own_labels: False where others take their place: those of a .rec may then be past what float32 holds.
 
     Raises:
         UsageError: the path does not exist, is an empty folder or of none of these forms, or has several labels a
             picture where one is wanted.
         DataError: the content cannot be read.
     """
-    dataset = _open(source, image_size, max_bad_records)
+    dataset = _open(source, image_size, max_bad_records, own_labels)
     if dataset.labels.ndim > 1 and not label_columns:
         raise UsageError(f"{source} has {dataset.labels.shape[1]} labels a picture, and one is wanted; drop labels=")
     dataset.interpolation = interpolation
     return dataset
 
 
-def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
+def _open(
+    source: str | Path, image_size: ImageSize | None, max_bad_records: int | None, own_labels: bool
+) -> ImageDataset:
     if has_reader(source):
         return _read(str(source), image_size)
     path = Path(source)
@@ -94,7 +98,7 @@ def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int
     if not path.exists():
         raise UsageError(f"there is no {source}; images come from {FORMS}")
     if path.suffix == ".rec":
-        return RecordDataset(path, image_size, max_bad_records=max_bad_records)
+        return RecordDataset(path, image_size, max_bad_records=max_bad_records, own_labels=own_labels)
     if path.suffix == ".bin":
         raise UsageError(f"{path} is a verification set of pairs, without labels; images come from {FORMS}")
     if path.suffix.lower() not in _LIST_SUFFIXES:

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, PackedStringColumn, map_numbers, number_names
-from plsc.data.recordio import KEYS_HEADER, LEAST_RECORD, RecordFile, keys_path, label_map_path, unescaped
+from plsc.data.recordio import (
+    KEYS_HEADER,
+    LARGEST_FLOAT,
+    LEAST_RECORD,
+    RecordFile,
+    keys_path,
+    label_map_path,
+    unescaped,
+)
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON, atomic_write, read_json
 from plsc.image_files import suffix_of
@@ -42,13 +50,24 @@ class RecordDataset(EncodedDataset):
     ``X.classes.json`` (as ``save_label_map`` writes it) if there is one, images' names from ``X.keys.tsv``
     (:class:`RecordKeys`). ``skipped`` holds the fault of each record left out, by key.
 
+    Args:
+        path: of the .rec.
+        image_size: as :class:`plsc.data.ImageDataset`'s.
+        max_bad_records: damaged records that are left out; None: any number.
+        own_labels: False where others take the labels' place, which then may be past what float32 holds.
+
     Raises:
         UsageError: the file does not exist.
-        DataError: more than ``max_bad_records`` records are damaged (None: any number), or all.
+        DataError: more than ``max_bad_records`` records are damaged, or all; or float32 has rounded a label.
     """
 
     def __init__(
-        self, path: Path, image_size: ImageSize | None = 112, *, max_bad_records: int | None = MAX_BAD_RECORDS
+        self,
+        path: Path,
+        image_size: ImageSize | None = 112,
+        *,
+        max_bad_records: int | None = MAX_BAD_RECORDS,
+        own_labels: bool = True,
     ) -> None:
         self._file = RecordFile(path)
         keys, offsets, stored = record_table(self._file).T
@@ -56,6 +75,8 @@ class RecordDataset(EncodedDataset):
         self._check_damage(keys, offsets, damaged, max_bad_records)
         self._paths = RecordKeys(keys_path(path)) if keys_path(path).is_file() else None
         self._keys, self._offsets = keys[~damaged], offsets[~damaged]
+        if own_labels:
+            self._check_labels(stored[~damaged])
         labels, numbers = map_numbers(stored[~damaged])
         super().__init__(str(path), labels, _class_names(path, numbers), image_size)
         rows = np.flatnonzero(damaged)
@@ -108,6 +129,16 @@ class RecordDataset(EncodedDataset):
             raise DataError(
                 f"{count:,} of the {len(damaged):,} records of {path} are damaged, the first with key "
                 f"{keys[row]} ({self._fault(int(offsets[row]))}); use another copy"
+            )
+
+    def _check_labels(self, stored: NDArray[np.int64]) -> None:
+        """From 2²⁴ on, float32 gives several numbers the same value: people would be one without a word."""
+        row = int(np.argmax(stored))
+        if stored[row] >= LARGEST_FLOAT:
+            raise DataError(
+                f"record {self._keys[row]} of {self._file.path} has the label {stored[row]:,}, and a .rec's labels are "
+                f"float32, which is not exact from {LARGEST_FLOAT:,} on: people may share it; number the people from 0 "
+                "on, or give each image its label by data.labels = FILE.npy"
             )
 
     def _fault(self, offset: int) -> str:

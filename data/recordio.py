@@ -43,7 +43,7 @@ HEADER_BYTES = 24
 LEAST_RECORD = 8 + HEADER_BYTES
 MAX_PART_BYTES = 2**29 - 1
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
-LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer up to here
+LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer up to here, and the next one as this
 _CHUNK = 2**16
 
 WHOLE, FIRST, MIDDLE, LAST = range(4)
@@ -261,8 +261,8 @@ class RecordWriter:
 
     def begin_class(self, name: str) -> None:
         """Let the images that follow be of a new class; :class:`UsageError` if float32 cannot number it."""
-        if len(self.class_names) > LARGEST_FLOAT:
-            raise UsageError(f"a .rec numbers no class past {LARGEST_FLOAT:,}, its labels being float32")
+        if len(self.class_names) >= LARGEST_FLOAT:
+            raise UsageError(f"a .rec numbers no more than {LARGEST_FLOAT:,} classes, its labels being float32")
         self.class_names.append(name)
         self._first_keys.append(self._next_key)
 

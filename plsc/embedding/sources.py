@@ -84,7 +84,12 @@ class ImageList(ImageDataset):
 
 
 def open_images(
-    source: "ImageSource", image_size: ImageSize, *, landmarks: str | Path | None = None, detector: str | None = None
+    source: "ImageSource",
+    image_size: ImageSize,
+    *,
+    landmarks: str | Path | None = None,
+    detector: str | None = None,
+    own_labels: bool = True,
 ) -> ImageDataset:
     """Open what :func:`plsc.data.open_dataset` opens, one image, a folder with images directly in it, or a sequence.
 
@@ -95,13 +100,14 @@ def open_images(
             resized, unless one of the next two aligns them, which gives squares.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
         detector: a name or ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
+        own_labels: as :func:`plsc.data.open_dataset` takes it.
 
     Raises:
         UsageError: there is no such source, or both landmarks and a detector are given. Otherwise as
             :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embedding.detector.open_detector`.
     """
     if landmarks is None and detector is None:
-        return _open(source, image_size)
+        return _open(source, image_size, own_labels=own_labels)
     if landmarks is not None and detector is not None:
         raise UsageError("faces are aligned by a file of landmarks or by a detector; give one of them")
     pictures = _open(source, None)
@@ -111,7 +117,7 @@ def open_images(
 
 def open_pictures(source: str | Path, *, max_bad_records: int | None = MAX_BAD_RECORDS) -> ImageDataset:
     """Open what :func:`open_images` opens, each picture in its own size; ``max_bad_records`` as of a .rec's opening."""
-    return _open(source, None, max_bad_records)
+    return _open(source, None, max_bad_records=max_bad_records)
 
 
 def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None) -> Locator:
@@ -124,7 +130,11 @@ def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None
 
 
 def _open(
-    source: "ImageSource", image_size: ImageSize | None, max_bad_records: int | None = MAX_BAD_RECORDS
+    source: "ImageSource",
+    image_size: ImageSize | None,
+    *,
+    own_labels: bool = True,
+    max_bad_records: int | None = MAX_BAD_RECORDS,
 ) -> ImageDataset:
     if not isinstance(source, str | Path):
         return ImageList(_as_sequence(source), image_size)
@@ -133,7 +143,7 @@ def _open(
         return LooseImages(path.parent, [path.name], image_size, may_leave=True)
     if path.is_dir() and not any(path.glob("*.rec")) and (files := PictureFiles(path)).loose:
         return _loose_images(files, image_size)
-    return open_dataset(source, image_size=image_size, max_bad_records=max_bad_records)
+    return open_dataset(source, image_size=image_size, max_bad_records=max_bad_records, own_labels=own_labels)
 
 
 def _as_sequence(source: "ImageSource") -> "Sequence[ImageLike]":

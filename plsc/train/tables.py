@@ -79,7 +79,7 @@ def _open_data(data: DataConfig) -> ImageDataset:
     if data.labels:
         from plsc.embedding.sources import open_images
 
-        images = open_images(data.train, contract.image_size)
+        images = open_images(data.train, contract.image_size, own_labels=False)
         images.interpolation = contract.interpolation
         dataset = RelabelledDataset(images, Path(data.labels))
     else:
@@ -147,13 +147,18 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     )
 
 
+def global_batch(config: Config, data_ranks: int) -> int:
+    """Images of a step that so many ranks with own images take."""
+    return config.data.batch_size * data_ranks * config.optim.accumulate
+
+
 def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
     """The peak learning rates of backbone and head at the global batch that so many ranks with own images make.
 
     Where each of them steps by itself, its step is its share of theirs, as its gradient is of their mean.
     """
     optim = config.optim
-    batch = config.data.batch_size * data_ranks * optim.accumulate
+    batch = global_batch(config, data_ranks)
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling, optim.base_batch)
     head_lr = lr if optim.head_lr is None else scaled_lr(optim.head_lr, batch, optim.lr_scaling, optim.base_batch)
     steppers = data_ranks if config.parallel.is_asynchronous else 1

@@ -18,10 +18,12 @@ from PIL import Image
 from support.pictures import stored
 
 import plsc.data.record_dataset
+from plsc import config as configuration
 from plsc.data import open_dataset
 from plsc.data.record_dataset import RecordDataset
 from plsc.data.recordio import MAGIC, RecordFile, record_writer, write_record
 from plsc.errors import DataError, UsageError
+from plsc.train.tables import open_training_data
 
 SMALL = settings(max_examples=40)
 PIECES = st.lists(
@@ -123,6 +125,30 @@ def test_labels_from_arrays_and_gaps(tmp_path: Path) -> None:
     data.save_label_map(tmp_path / "map.json")
     assert '"7"' in (tmp_path / "map.json").read_text(encoding="utf-8")
     assert [colour(data.image(i)) for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_labels_that_float32_has_rounded_are_refused_by_name(tmp_path: Path, as_array: bool) -> None:
+    def records(*labels: int) -> dict[int, bytes]:
+        return {
+            key: foreign_content([float(label), 1.0] if as_array else float(label), image_bytes(key), key)
+            for key, label in enumerate(labels)
+        }
+
+    data = open_dataset(write_foreign(tmp_path, records(2**24 - 1, 2**24 - 2, 5)))
+    assert data.labels.tolist() == [2, 1, 0]
+    for label in (2**24, 2**24 + 1, 2**30):
+        path = write_foreign(tmp_path, records(4, label, 5))
+        with pytest.raises(DataError, match=rf"record 1 of .*train.rec has the label 1[\d,]+, .* data.labels = FILE.npy"):
+            open_dataset(path)
+    assert open_dataset(path, own_labels=False).num_classes == 3
+
+
+def test_people_past_float32_train_by_labels_of_a_file(tmp_path: Path) -> None:
+    path = write_foreign(tmp_path, without_header([2**24, 2**24 + 1, 7]))
+    np.save(tmp_path / "labels.npy", np.array([2**24, 2**24 + 1, 7]))
+    config = configuration.load(None, {"data.train": str(path), "data.labels": str(tmp_path / "labels.npy")})
+    assert open_training_data(config).labels.tolist() == [1, 2, 0]
 
 
 def test_a_first_image_with_a_label_array_is_no_header(tmp_path: Path) -> None:

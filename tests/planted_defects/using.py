@@ -67,17 +67,17 @@ USING = (
         ("tests/index/test_codes.py",),
     ),
     Defect(
-        "an approximate search filters by the wrong bits",
+        "an approximate search finds rows that a filter leaves out",
         "plsc/index/ann.py",
-        'np.packbits(allowed, bitorder="little")',
-        'np.packbits(allowed, bitorder="big")',
+        "(found >= 0) & allowed[found]",
+        "(found >= 0)",
         ("tests/index/test_tuning.py",),
     ),
     Defect(
         "an approximate search returns fewer rows than there are",
         "plsc/index/ann.py",
-        "short = (rows < 0).any(axis=1)",
-        "short = (rows < 0).all(axis=1)",
+        "short = np.count_nonzero(is_found, axis=1) < wanted",
+        "short = np.count_nonzero(is_found, axis=1) < 1",
         ("tests/index/test_tuning.py",),
     ),
     Defect(
@@ -170,7 +170,7 @@ USING = (
     Defect(
         "one token may have what all have together",
         "plsc/serve/access.py",
-        "self._held[owner] + amount > self._part:",
+        "self._held[owner] + amount > part:",
         "self._held[owner] + amount > self._most:",
         ("tests/serve/test_shares.py",),
     ),
