@@ -418,7 +418,16 @@ def test_a_gpu_before_ampere_is_recommended_what_it_has(device: str, precision: 
     pasted = tomllib.loads(result.recommended_toml)
     assert pasted["precision"] == precision
     assert pasted["head"]["fp32_precision"] == "ieee"
-    assert f"precision = {precision} in place of bf16, head.fp32_precision = ieee in place of tf32" in as_text(result)
+    told = as_text(result)
+    why = f"precision = {precision} in place of bf16, head.fp32_precision = ieee in place of tf32"
+    assert f"{why}: {device} has no bf16 and no tf32 units." in told
+    assert f"bf16 ({device} has no bf16 units), " in told
+    assert f"stored as float32 + float32, products in fp32: {device} has no tf32 units, exact" in told
+    assert "products in tf32" not in told
+    for fp32_precision, units in (("tf32", "tf32"), ("bf16x3", "bf16")):
+        own = settings("float32", "float32", precision="auto", head={"fp32_precision": fp32_precision})
+        alone = as_text(plan(own, 10_000, hardware))
+        assert f"head.fp32_precision = ieee in place of {fp32_precision}: {device} has no {units} units." in alone
     again = replace(config, precision="auto", head=replace(config.head, fp32_precision="ieee"))
     assert "precision" not in plan(again, 10_000, hardware).advice.why
     faster = with_speeds(hardware.device, 500.0, None).products

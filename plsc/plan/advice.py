@@ -12,7 +12,7 @@ from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.backbone_memory import frees_gradients
 from plsc.plan.devices import Links
 from plsc.plan.memory import Memory, plan_memory, row_bytes
-from plsc.plan.plan_config import STORAGES, PlanConfig
+from plsc.plan.plan_config import STORAGES, UNITS_OF, PlanConfig
 from plsc.plan.timing import Timing, plan_time
 
 _MANY = 10**10  # classes whose shard is larger than any chunk
@@ -220,14 +220,17 @@ def _why_change(choice: Estimate, configured: Estimate) -> str:
 
 
 def _why_precision(choice: Config, configured: Config, device: Device) -> dict[str, str]:
-    """Say which configured precisions the device lacks, where it does."""
+    """Say which configured precisions the device has no units for, where that is so."""
     pairs = {
         "precision": (choice.precision, configured.precision),
         "head.fp32_precision": (choice.head.fp32_precision, configured.head.fp32_precision),
     }
-    changed = [f"{key} = {now} in place of {was}" for key, (now, was) in pairs.items() if now != was]
-    reason = device.units.reason if device.units.precisions else f"{device.name} has no faster units than fp32's"
-    return {"precision": f"{', '.join(changed)}: {reason}."} if changed else {}
+    changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if not changed:
+        return {}
+    lacking = dict.fromkeys(UNITS_OF.get(was, was) for _, was in changed.values())
+    texts = [f"{key} = {now} in place of {was}" for key, (now, was) in changed.items()]
+    return {"precision": f"{', '.join(texts)}: {device.name} has no {' and no '.join(lacking)} units."}
 
 
 def _why_storage(choice: Estimate, hardware: Hardware) -> str:

@@ -200,10 +200,10 @@ class PlanConfig:
 
     def suited_to(self, device: Device) -> "PlanConfig":
         """The same in precisions that ``device`` has units for, as "auto" would choose them."""
-        config, needed = self.config, {"ieee": "fp32", "tf32": "tf32", "bf16x3": "bf16"}
+        config = self.config
         if config.precision not in ("fp32", *device.units.precisions):
             config = with_precision(replace(config, precision=AUTO, fp8=False), device.units)
-        if needed[config.head.fp32_precision] not in device.products:
+        if UNITS_OF[config.head.fp32_precision] not in device.products:
             config = replace(config, head=replace(config.head, fp32_precision="ieee"))
         return replace(self, config=config, others=tuple(other.suited_to(device) for other in self.others))
 
@@ -214,6 +214,10 @@ class PlanConfig:
     def _with_head(self, **changes: object) -> "PlanConfig":
         head = replace(self.config.head, **changes)  # type: ignore[arg-type]
         return replace(self, config=replace(self.config, head=head))
+
+
+# What multiplies a float32 table, by head.fp32_precision.
+UNITS_OF = {"ieee": "fp32", "tf32": "tf32", "bf16x3": "bf16"}
 
 
 def plan_config(config: Config, classes: int | Sequence[int], world: int, per_node: int) -> PlanConfig:

@@ -7,7 +7,7 @@ from typing import Any
 from plsc.config import Config, changes_to_toml, table_configs
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
-from plsc.devices import GIB
+from plsc.devices import GIB, Device
 from plsc.errors import UsageError
 from plsc.models.preprocessing import size_text
 from plsc.plan.advice import (
@@ -25,7 +25,7 @@ from plsc.plan.advice import (
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
 from plsc.plan.memory import plan_disk, row_bytes
-from plsc.plan.plan_config import OLD_CENTRES, PlanConfig, check_ranks, plan_config
+from plsc.plan.plan_config import OLD_CENTRES, UNITS_OF, PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
 
 _WIDTH = 48
@@ -196,7 +196,9 @@ def _heading(plan: Plan) -> Iterable[str]:
     batches = f" and micro-batch, {run.micro_batches} micro-batches to a step" if run.micro_batches > 1 else ""
     again = {"none": "", "every_k": f"every {config.recompute_every}", "budget": f"budget {config.recompute_budget:g}"}
     recompute = f", recompute {again[config.recompute]}" if config.recompute != "none" else ""
-    yield f"{config.backbone}, {config.precision}{recompute}, {run.batch} images of {size} per GPU{batches}"
+    lacking = _lacking(config.precision, plan.hardware.device)
+    precision = f"{config.precision} ({lacking})" if lacking else config.precision
+    yield f"{config.backbone}, {precision}{recompute}, {run.batch} images of {size} per GPU{batches}"
     if run.world > 1 or config.parallel.offload:
         hook = config.parallel.comm_hook
         yield f"backbone: {label(run)}" + (f", comm_hook {hook}" if hook != "none" else "")
@@ -206,7 +208,7 @@ def _heading(plan: Plan) -> Iterable[str]:
         if table.name == OLD_CENTRES:
             yield f"old class centres: {table.classes:,} x {config.embedding_dim}, stored as {table.storage[0]}, exact"
             continue
-        yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table)}{share}"
+        yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table, plan.hardware.device)}{share}"
     yield (
         f"{run.world:,} GPU{'s' if run.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
         f"({plan.hardware.device.name})" + (f", {linked}" if run.world > 1 else "")
@@ -218,12 +220,21 @@ def _table_dict(table: PlanConfig) -> dict[str, Any]:
     return {"name": table.name, "classes": table.classes, "batch_share": table.batch_share, "bytes_per_class": row}
 
 
-def _head(run: PlanConfig) -> str:
+def _lacking(units: str, device: Device) -> str:
+    """That the device has no such units, in words; nothing where it has."""
+    return "" if units in device.products else f"{device.name} has no {units} units"
+
+
+def _head(run: PlanConfig, device: Device) -> str:
     rate = run.config.head.sample_rate
     sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
     where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[run.placement]
     ranks = "" if run.world == 1 else f", sharded over {run.head_ranks:,} ranks"
-    products = f", products in {run.config.head.fp32_precision}" if run.storage[0] == "float32" else ""
+    products = ""
+    if run.storage[0] == "float32":
+        precision = run.config.head.fp32_precision
+        lacking = _lacking(UNITS_OF[precision], device)
+        products = f", products in {f'fp32: {lacking}' if lacking else precision}"
     return f"stored as {storage_label(run.storage)}{products}, {sampled}{ranks}{where}"
 
 
@@ -316,7 +327,7 @@ def _recommended(plan: Plan) -> Iterable[str]:
     choice = plan.advice.choice
     same = "as configured, " if choice.run == plan.configured.run else ""
     of_table = f"table {choice.run.name} " if choice.run.name else ""
-    yield f"Recommended: {same}{of_table}{_head(choice.run)}"
+    yield f"Recommended: {same}{of_table}{_head(choice.run, plan.hardware.device)}"
     yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
     if length := _length(plan, choice):
         yield f"  {length}"
