@@ -4,6 +4,7 @@ Names of files, and names in files, hold escape sequences and line ends: a termi
 others reads as if a command had said it. So all that is printed or logged goes through here.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from functools import cache
 from typing import TextIO
 
 PIPE_CLOSED = 141  # 128 and SIGPIPE
+_CLEAR = "\r\x1b[K"  # a terminal's line
 
 
 def printable(text: str) -> str:
@@ -64,6 +66,12 @@ def note(*lines: str) -> None:
     write("\n".join(map(printable, lines)) + "\n", sys.stderr)
 
 
+def note_from_handler(line: str) -> None:
+    """Write a line on standard error from the handler of a signal, which may have interrupted Python's own writing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{_CLEAR if os.isatty(2) else ''}{printable(line)}\n".encode())
+
+
 def ask(question: str) -> str:
     """Ask on the terminal, and return the line that is typed; EOFError where there is none."""
     return input(printable(question))
@@ -101,14 +109,14 @@ class StatusLine:
         text = printable(text)
         if self.rewrites:
             text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
-            write(f"\r\x1b[K{text}", self._file)
+            write(f"{_CLEAR}{text}", self._file)
             self._is_shown = True
         else:
             write(text + "\n", self._file)
 
     def print(self, text: str) -> None:
         """Write ``text`` as a line that stays, in place of the changing one."""
-        write(("\r\x1b[K" if self._is_shown else "") + printable(text) + "\n", self._file)
+        write((_CLEAR if self._is_shown else "") + printable(text) + "\n", self._file)
         self._is_shown = False
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from plsc.parallel.collectives import await_farewell, farewell
 from plsc.parallel.launch import STOP_SIGNALS
 from plsc.parallel.rank_monitor import Hang, RankMonitor
 from plsc.parallel.rendezvous import agent_keeps_store
-from plsc.progress import flush
+from plsc.progress import flush, note_from_handler
 
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
@@ -251,10 +251,13 @@ class StopRequest:
 
     Within ``with StopRequest() as stop:``, ``stop.signal`` is the number of the signal that came, else 0. A second
     signal, unless it is SIGUSR1, ends the process as it always would.
+
+    Args:
+        tell: say at once on standard error that a signal came, as a step may take long.
     """
 
-    def __init__(self) -> None:
-        self.signal = 0
+    def __init__(self, *, tell: bool = False) -> None:
+        self.signal, self._tell = 0, tell
         self._came = 0.0
         self._before: dict[int, signal._HANDLER] = {}
 
@@ -273,6 +276,10 @@ class StopRequest:
             _terminated.set()
         if not self.signal:
             self.signal, self._came = number, time.monotonic()
+            if self._tell:
+                again = "" if number == signal.SIGUSR1 else "; a second one ends it at once, without"
+                name = signal.Signals(number).name
+                note_from_handler(f"train: {name}: the run ends after the steps under way, with a checkpoint{again}")
         elif number != signal.SIGUSR1 and time.monotonic() - self._came > _SAME_SIGNAL_SECONDS:
             self._restore()
             signal.raise_signal(number)

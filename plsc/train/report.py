@@ -27,7 +27,7 @@ from plsc.progress import StatusLine, counted, duration, printable
 from plsc.train.components import TrainComponents
 from plsc.train.evaluate import BEST, MODEL
 from plsc.train.state import Position, steps_per_epoch
-from plsc.train.tables import TrainedTable, peak_rates
+from plsc.train.tables import TrainedTable, global_batch, peak_rates
 
 LOG = "train.log"
 _LINE_SECONDS = 5.0  # between lines of the log, and of a pipe
@@ -298,7 +298,7 @@ def _ranks(components: TrainComponents) -> str:
     factors = f"{config.data.batch_size} x {readers}"
     accumulate = config.optim.accumulate
     factors += f" x {accumulate} accumulated" if accumulate > 1 else ""
-    batch = config.data.batch_size * strategy.data_ranks * accumulate
+    batch = global_batch(config, strategy.data_ranks)
     groups = f", class table over {counted(mesh.head.world_size, 'rank')}" if mesh.head_group is not None else ""
     placement = f", {strategy.describe()}" if strategy.describe() else ""
     ranks = f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}{placement}"

@@ -33,6 +33,7 @@ from plsc.train.head_state import changed_tables
 from plsc.train.metrics import METRICS
 from plsc.train.same_data import changed_data
 from plsc.train.state import changed_keys, stored_config
+from plsc.train.tables import global_batch, peak_rates
 
 CONFIG = "config.toml"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
@@ -53,9 +54,21 @@ def check_groups(config: Config, mesh: Mesh) -> None:
 
 
 def check_folder(out: Path, resume: str | None) -> None:
-    """Raise UsageError where a run that is not resumed would write into the folder of another."""
-    if resume is None and ((out / CHECKPOINTS).exists() or (out / METRICS).exists()):
+    """Raise UsageError where a run that is not resumed would write into the folder of another.
+
+    A run that has ended before its first checkpoint and line of metrics has left nothing to lose.
+    """
+    has_checkpoints = any(not path.name.startswith(".") for path in (out / CHECKPOINTS).glob("*"))
+    has_metrics = (out / METRICS).exists() and (out / METRICS).stat().st_size > 0
+    if resume is None and (has_checkpoints or has_metrics):
         raise UsageError(f"{out} holds a run already; go on with it by --resume auto, or name another --out")
+
+
+def was_begun(out: Path, config: Config) -> bool:
+    """Return whether the same run was begun in ``out``, however far it came."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (out / CONFIG).read_text(encoding="utf-8") == configuration.to_toml(config)
+    return False
 
 
 def find_checkpoint(out: Path, resume: str | None, checkpoints: CheckpointFolder) -> StoredCheckpoint | None:
@@ -152,7 +165,8 @@ def resumption_lines(
 
     The main rank alone describes tables in another type than the checkpoint's.
     """
-    lines = [f"changed on resume: {change}" for change in changed_keys(stored.state["config"], components.config)]
+    changes = [*changed_keys(stored.state["config"], components.config), *_changed_batch(stored, components)]
+    lines = [f"changed on resume: {change}" for change in changes]
     if components.mesh.is_main:
         lines += changed_tables(stored, components)
     before, data = stored.state["data"], components.data
@@ -169,6 +183,18 @@ def resumption_lines(
     if steps_left == 0:
         lines.append("no step is left to train: raise epochs or steps to go on")
     return lines
+
+
+def _changed_batch(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
+    """The global batch where it is another, as other ranks make it without a key's change, and the rate for it."""
+    before, config, ranks = stored_config(stored.state["config"]), components.config, components.strategy.data_ranks
+    ranks_before = before.parallel.strategy_options().data_ranks(stored.state["world_size"])
+    was, now = global_batch(before, ranks_before), global_batch(config, ranks)
+    if was == now:
+        return []
+    rate_was, rate = peak_rates(before, ranks_before)[0], peak_rates(config, ranks)[0]
+    text = f"global batch = {now:,} (was {was:,}), with peak learning rate = {rate:g}"
+    return [f"{text} ({'as before' if rate == rate_was else f'was {rate_was:g}'})"]
 
 
 def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:

@@ -39,6 +39,7 @@ from plsc.train.resumption import (
     resumption_lines,
     slow_precision,
     start_text,
+    was_begun,
     write_descriptions,
 )
 from plsc.train.stages import RunSchedule
@@ -95,7 +96,7 @@ def train(
         PlscError: the loss was not finite for too long.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 came; a checkpoint was written first.
     """
-    with StopRequest() as stop:
+    with StopRequest(tell=mesh.is_main and not quiet) as stop:
         trainer = Trainer(config, mesh, Path(out), resume, quiet, notes, loggers)
         try:
             with report_killed_workers(), trainer.timeline.active(), trainer.monitored(on_hang):
@@ -137,10 +138,15 @@ class Trainer:
         stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
         self.config, why_precision = resolve_precision(config, mesh, stored)
         self.components = components = build(self.config, dataset, mesh)
-        self.position = self._restored(stored, goes_on=resume is not None)
+        self.position = Position()
+        if stored is not None:
+            self.position = raise_on_all_ranks(mesh, lambda: restore(components, stored))
         is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
         self._saved = self._state_to_save() if is_of_this_run else None
         self.schedule = RunSchedule(components, self.position)
+        if stored is None:  # behind all that may be refused: the table's files would be there at the next attempt
+            goes_on = resume is not None or on_main(lambda: was_begun(out, self.config), mesh)
+            raise_on_all_ranks(mesh, lambda: begin_tables(components, goes_on=goes_on))
         superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
         raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
         raise_on_all_ranks(mesh, lambda: write_descriptions(out, components, launch) if mesh.is_main else None)
@@ -188,13 +194,6 @@ class Trainer:
         kept = KeptBatches(out, components.loader.dataset, mesh, self.config.non_finite_kept)
         self.results = StepResults(self.config, self.position, kept, self.report.line, self.checkpointer.wait)
         self.evaluation = RunEvaluation(components, self.position, out, self.metrics, self.report.line)
-
-    def _restored(self, stored: StoredCheckpoint | None, *, goes_on: bool) -> Position:
-        """Take the state of ``stored``, or begin the table's files."""
-        if stored is not None:
-            return raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
-        raise_on_all_ranks(self.mesh, lambda: begin_tables(self.components, goes_on=goes_on))
-        return Position()
 
     def _report_start(self, start: str, why_precision: str) -> None:
         """Write the head of train.log."""

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from support.pictures import stored
 from support.tiny_runs import Killable, assert_same_files, each_step, losses, open_trainer, refusal, run
 
+from plsc.train.failures import StopRequest
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
@@ -230,6 +233,67 @@ def test_requests_that_cannot_be_met(finished: Path, tmp_path_factory: pytest.Te
                 assert text.startswith("UsageError: ")
                 assert message in text
     assert ranks(1, run, empty / "fresh", {"epochs": 1}, "auto")[0]["steps"] == 5
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_run_that_ended_before_its_first_step_leaves_the_way_free(
+    journal: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    for number in range(8):
+        folder = tmp_path / "data" / f"p{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.png").write_bytes(stored(Image.new("RGB", (32, 32), (number * 30, 9, 9)), "PNG"))
+    whole = (folder / "7.png").read_bytes()
+    (folder / "7.png").write_bytes(b"no picture")
+    changes: dict[str, Any] = {
+        "data.train": str(tmp_path / "data"),
+        "data.batch_size": 8,
+        "data.max_bad_records": 0,
+        "epochs": None,
+        "steps": 3,
+        "backbone": "plain",
+    }
+    if journal:
+        changes |= {"head.placement": f"mmap:{tmp_path}/table", "head.journal": True}
+    late = {**changes, "stage": [{"from_epoch": 9.0, "optim.lr": 0.01}]}
+    assert "where the run of 3 steps is over" in ranks(1, refusal, tmp_path / "run", late, None)[0]
+    for _ in range(2):
+        assert "7.png" in ranks(1, refusal, tmp_path / "run", changes, None)[0]
+    (folder / "7.png").write_bytes(whole)
+    assert ranks(1, run, tmp_path / "run", changes, None)[0]["steps"] == 3
+    assert "holds a run already" in ranks(1, refusal, tmp_path / "run", changes, None)[0]
+    if journal:  # files of another configuration are not taken for this one's
+        (tmp_path / "other").mkdir()
+        assert "holds the table of an earlier run" in ranks(1, refusal, tmp_path / "other", changes, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rate"), [("none", "0.05 (as before)"), ("linear", "0.00117188 (was 0.00234375)")]
+)
+def test_fewer_ranks_tell_of_the_smaller_batch(scaling: str, rate: str, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"data.batch_size": 6, "optim.accumulate": 2, "optim.lr_scaling": scaling, "epochs": None}
+    changes["optim.schedule"] = "constant"
+    ranks(2, run, tmp_path, {**changes, "steps": 1, "checkpoint.every_steps": 1}, None)
+    ranks(1, run, tmp_path, {**changes, "steps": 2}, "auto")
+    line = f"changed on resume: global batch = 12 (was 24), with peak learning rate = {rate}"
+    assert line in (tmp_path / "train.log").read_text()
+    ranks(2, run, tmp_path, {**changes, "steps": 3, "data.batch_size": 3}, "auto")
+    assert (tmp_path / "train.log").read_text().count("global batch = ") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_answered_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest(tell=True) as stop:
+        signal.raise_signal(number)
+        told = capfd.readouterr().err
+        signal.raise_signal(number)  # which comes at once: two launchers passed the same one on
+        assert stop.signal == number
+    assert told.startswith(f"train: {number.name}: the run ends after the steps under way, with a checkpoint")
+    assert ("a second one ends it at once" in told) == (number != signal.SIGUSR1)
+    assert capfd.readouterr().err == ""
+    with StopRequest():
+        signal.raise_signal(signal.SIGUSR1)
+    assert capfd.readouterr().err == ""
 
 
 def channels_last_momenta(mesh: Any, out: Path) -> tuple[list[Any], list[Any]]:
