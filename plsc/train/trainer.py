@@ -19,7 +19,6 @@ from plsc.parallel.rank_monitor import RankMonitor
 from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
-from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import build, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer

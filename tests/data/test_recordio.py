@@ -139,7 +139,9 @@ def test_labels_that_float32_has_rounded_are_refused_by_name(tmp_path: Path, as_
     assert data.labels.tolist() == [2, 1, 0]
     for label in (2**24, 2**24 + 1, 2**30):
         path = write_foreign(tmp_path, records(4, label, 5))
-        with pytest.raises(DataError, match=rf"record 1 of .*train.rec has the label 1[\d,]+, .* data.labels = FILE.npy"):
+        with pytest.raises(
+            DataError, match=r"record 1 of .*train.rec has the label 1[\d,]+, .* data.labels = FILE.npy"
+        ):
             open_dataset(path)
     assert open_dataset(path, own_labels=False).num_classes == 3
 

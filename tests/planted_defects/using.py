@@ -467,8 +467,8 @@ USING = (
     Defect(
         "groups of people are judged at a rate that their pairs cannot tell",
         "plsc/evaluation/groups.py",
-        "far = min(told or held[:1])",
-        "far = min(held)",
+        "far = min(set(told) & set(reached) or reached[:1] or held[:1])",
+        "far = min(reached or held)",
         ("tests/evaluation/test_groups.py",),
     ),
     Defect(

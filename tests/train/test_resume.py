@@ -267,9 +267,7 @@ def test_a_run_that_ended_before_its_first_step_leaves_the_way_free(
         assert "holds the table of an earlier run" in ranks(1, refusal, tmp_path / "other", changes, None)[0]
 
 
-@pytest.mark.parametrize(
-    ("scaling", "rate"), [("none", "0.05 (as before)"), ("linear", "0.00117188 (was 0.00234375)")]
-)
+@pytest.mark.parametrize(("scaling", "rate"), [("none", "0.05 (as before)"), ("linear", "0.00117188 (was 0.00234375)")])
 def test_fewer_ranks_tell_of_the_smaller_batch(scaling: str, rate: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 6, "optim.accumulate": 2, "optim.lr_scaling": scaling, "epochs": None}
     changes["optim.schedule"] = "constant"
