@@ -138,6 +138,14 @@ def test_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1_800
 
 
+def test_readme_begins_with_one_installation_and_one_command() -> None:
+    first, second, *others = blocks_of(ROOT / "README.md")
+    assert re.findall("^(pip|plsc|make) .*", first.text, flags=re.MULTILINE) == ["pip", "plsc"]
+    assert re.search("^plsc quickstart --serve ", first.text, flags=re.MULTILINE)
+    assert second.language == "python"
+    assert not [block.line for block in others if "pip install" in block.text]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_in_sentences_have_the_options_that_they_show(page: Path) -> None:
     for span in re.findall(r"`(plsc [^`]+)`", sentences(page)):

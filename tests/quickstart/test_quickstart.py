@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import socket
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from plsc.files import read_json
 from plsc.quickstart import CONFIG, UNSEEN, QuickstartPaths, steps
 from plsc.quickstart.report import write_report
 from plsc.quickstart.steps import run_quickstart
+from plsc.tools import quickstart
 from plsc.tools.entry import main
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 SMALL = (
     *("--data.train", "avatars:80x8", "--data.image_size", "32", "--data.batch_size", "16"),
@@ -99,7 +103,7 @@ def test_config_loads_and_never_trains_on_the_unseen():
 
 def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finished):
     paths, _, _ = finished
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^plsc (serve .*quickstart.*)$", readme, flags=re.MULTILINE)
     assert shlex.split(line) == QuickstartPaths(Path("quickstart")).serve_arguments
     assert f"plsc {line}".replace("quickstart/", f"{paths.out}/") == paths.serve_command
@@ -147,6 +151,14 @@ def test_a_resumed_quickstart_reports_the_whole_training(finished):
     assert {key: whole[key] for key in result.report["training"]} == result.report["training"]
     assert whole["images"] == 200 * 32  # of two ranks
     assert whole["seconds"] > 0
+
+
+def test_the_extra_that_readme_installs_brings_all_that_it_takes():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    brought = [name for extra in ("serve", "client", "export", "search") for name in extras[extra]]
+    names = {re.match(r"[\w-]+", name)[0].removesuffix("-cpu") for name in brought}
+    assert "plsc-torch[client,export,search]" in extras["serve"]
+    assert set(quickstart._OF_EXTRAS) <= names
 
 
 @pytest.mark.parametrize(
