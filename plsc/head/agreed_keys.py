@@ -24,7 +24,8 @@ def same_keys(mesh: Mesh, keys: Tensor | Sequence[int]) -> Keys:
     found = listed.astype(np.int64) if is_list else np.empty(0, np.int64)
     facts = all_gather_numbers([is_list, zlib.crc32(found.tobytes()), len(found)], mesh)
     if not all(fact[0] for fact in facts):
-        raise UsageError("keys of classes are a list of integers from 0 on")
+        given = "" if is_list else f", not {listed.dtype} {listed.shape}: {listed.reshape(-1)[:3].tolist()}"
+        raise UsageError(f"keys of classes are a list of integers from 0 on{given}")
     if facts.count(facts[0]) != len(facts):
         raise UsageError("ranks name other keys: every rank calls with the same ones")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
 from plsc.head.multi_label import MOST_LABELS, distinct
-from plsc.parallel.collectives import all_gather_numbers, all_gather_rows
+from plsc.parallel.collectives import all_gather_numbers, all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
 
 _TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
@@ -24,7 +24,7 @@ _PROBLEMS = {
     _EMBEDDINGS: "embeddings must be (b, {dim}) and floating point",
     _LABELS: "labels must be (b,) integers, as many as there are embeddings, or (b, K) with K from 1 to 100",
     _WEIGHTS: "weights must be floating point, one for each of several labels (b, K)",
-    _SIZES: "sizes must be every rank's number of samples, and this rank has another one",
+    _SIZES: "sizes must be every rank's number of samples, this one's too",
 }
 
 
@@ -225,10 +225,15 @@ def _agreed_sizes(
     if not problem and labels.numel() and (known is None or not is_read_late(labels)):
         facts[1:3] = torch.stack(labels.aminmax()).tolist()
     everyone = [facts] if known is not None else all_gather_numbers(facts, mesh)
+    came = [""]
+    if any(problem for _, _, _, problem, _ in everyone):
+        came = [_described(embeddings, labels, known, weights)]
+        came = came if known is not None else all_gather_object(came[0], mesh)
     widths = {width for size, *_, width in everyone if size} or {facts[4]}
-    for rank, (size, low, high, problem, width) in enumerate(everyone, start=0 if known is None else mesh.rank):
+    first = 0 if known is None else mesh.rank
+    for rank, (size, low, high, problem, width) in enumerate(everyone, start=first):
         if problem:
-            raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}")
+            raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}, not {came[rank - first]}")
         if low < (-1 if width else 0) or high >= num_classes:
             wrong = high if high >= num_classes else low
             hint = "" if width else " (where samples may lack a label, give them as (b, 1), with -1 for none)"
@@ -250,6 +255,17 @@ def _agreed_sizes(
 def is_read_late(labels: Tensor) -> bool:
     """Return whether the host would have to wait for ``labels``."""
     return labels.is_cuda
+
+
+def _described(embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None, weights: Tensor | None) -> str:
+    """What a rank was given, in words."""
+    given = {"embeddings": embeddings, "labels": labels, "weights": weights}
+    texts = [
+        f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        for name, tensor in given.items()
+        if tensor is not None
+    ]
+    return " with ".join([*texts, *([] if sizes is None else [f"sizes {list(sizes)}"])])
 
 
 def _problem(embeddings: Tensor, labels: Tensor, dim: int, weights: Tensor | None) -> int:

@@ -266,7 +266,10 @@ class ShardedHead(nn.Module):
             labels = labels[:, None] if labels.dim() == 1 else labels
         elif labels.dim() > 1 and self.margin.changes_negatives:
             name = type(self.margin).__name__
-            raise UsageError(f"{name} compares negatives with a sample's label, which has to be one: labels (b,)")
+            shape = tuple(labels.shape)
+            raise UsageError(
+                f"{name} compares negatives with a sample's label, which has to be one: labels (b,), not {shape}"
+            )
         weight = self.softmax.table.parameter if self.update == "autograd" else None
         differentiate = torch.is_grad_enabled()
         # norms and statistics outlive this call: made in inference mode, no later training step could change them

@@ -77,7 +77,7 @@ def test_with_sizes_a_label_out_of_range_on_a_gpu_updates_nothing_on_any_rank(ra
 
 @pytest.mark.parametrize("sizes", [[7], [8, 8], []])
 def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes):
-    with pytest.raises(UsageError, match="sizes must be every rank's number of samples"):
+    with pytest.raises(UsageError, match=rf"sizes must be every rank's number of samples.* sizes \[{str(sizes)[1:-1]}\]"):
         plsc.ShardedHead(16, 23)(*some_batch(batch=8), sizes)
     with pytest.raises(LabelError, match="rank 0: label 23 lies outside"):
         plsc.ShardedHead(16, 23)(some_batch(batch=1)[0], torch.tensor([23]), [1])
@@ -95,8 +95,22 @@ def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes):
     ],
 )
 def test_misshapen_input_is_refused(x, y):
-    with pytest.raises(UsageError):
+    given = [f"{name} {str(each.dtype)[6:]} {tuple(each.shape)}" for name, each in (("embeddings", x), ("labels", y))]
+    with pytest.raises(UsageError) as error:
         plsc.ShardedHead(16, 23)(x, y)
+    assert not len(x) or str(error.value).endswith(f", not {' with '.join(given)}")
+
+
+def refused_shape(mesh):
+    x = torch.randn(4, 16 if mesh.rank == 0 else 15)
+    with pytest.raises(UsageError) as error:
+        plsc.ShardedHead(16, 23, mesh)(x, torch.zeros(4, dtype=torch.long))
+    return str(error.value)
+
+
+def test_every_rank_tells_what_came_to_the_one_that_is_wrong(ranks):
+    given = "embeddings float32 (4, 15) with labels int64 (4,)"
+    assert ranks(2, refused_shape) == [f"rank 1: embeddings must be (b, 16) and floating point, not {given}"] * 2
 
 
 def test_rows_written_from_outside_are_noticed():
