@@ -21,7 +21,7 @@ from plsc.models.preprocessing import Preprocessing
 
 FP32, FP16, INT8 = "fp32", "fp16", "int8"
 LAYERS = ("Conv", "Gemm", "MatMul")  # operators with weights
-NORMALISATIONS = ("BatchNormalization", "InstanceNormalization", "LayerNormalization")
+NORMALISATIONS: tuple[str, ...] = ("BatchNormalization", "InstanceNormalization", "LayerNormalization")
 PIXELS = "preprocessing_pixels"
 # Operators, what they take of the preprocessing, with which value they do nothing, and what their result is called.
 ARITHMETIC = (("Sub", "mean", 0.0, "preprocessing_difference"), ("Div", "std", 1.0, "preprocessing_values"))
