@@ -77,7 +77,8 @@ def test_with_sizes_a_label_out_of_range_on_a_gpu_updates_nothing_on_any_rank(ra
 
 @pytest.mark.parametrize("sizes", [[7], [8, 8], []])
 def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes):
-    with pytest.raises(UsageError, match=rf"sizes must be every rank's number of samples.* sizes \[{str(sizes)[1:-1]}\]"):
+    refusal = rf"sizes must be every rank's number of samples.* sizes \[{str(sizes)[1:-1]}\]"
+    with pytest.raises(UsageError, match=refusal):
         plsc.ShardedHead(16, 23)(*some_batch(batch=8), sizes)
     with pytest.raises(LabelError, match="rank 0: label 23 lies outside"):
         plsc.ShardedHead(16, 23)(some_batch(batch=1)[0], torch.tensor([23]), [1])
