@@ -89,7 +89,7 @@ def test_docstrings_and_comments_are_rendered(site: Path) -> None:
 def test_the_search_finds_headings_and_names(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     places = {entry["location"] for entry in index["docs"]}
-    assert {"api/training/#plsc.ShardedHead", "python/#a-training-loop", "#two-commands"} <= places
+    assert {"api/training/#plsc.ShardedHead", "python/#a-training-loop", "#one-command"} <= places
 
 
 @pytest.mark.slow
