@@ -175,6 +175,20 @@ USING = (
         ("tests/serve/test_shares.py",),
     ),
     Defect(
+        "tokens of one hand leave nothing to the next",
+        "plsc/serve/access.py",
+        "return min(part, 2 * free)",
+        "return part",
+        ("tests/serve/test_shares.py",),
+    ),
+    Defect(
+        "a mapped file that was written over is searched",
+        "plsc/embedding/columns.py",
+        "if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):",
+        "if now.st_size < opened.st_size:",
+        ("tests/gallery/test_gallery_damage.py",),
+    ),
+    Defect(
         "an unknown caller's turn costs nothing",
         "plsc/serve/turns.py",
         "self._seconds.level += _EXPECTED_SECONDS - spent",
