@@ -156,7 +156,7 @@ class JudgedPictures:
         else:
             raise DataError(
                 f"{self._judged.name}: {roc.impostor_pairs:,} different pairs support no false accept rate of "
-                f"{RATES[-1]:g}; give pictures of more people"
+                f"{RATES[-1]:g}, or too many of them have one score; give pictures of more people"
             )
         accuracies = [accuracy for accuracy, _ in judged]
         found = PrecisionLoss(

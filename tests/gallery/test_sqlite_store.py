@@ -410,9 +410,8 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
     assert np.mean([one == two for one, two in zip(faces_found[:1000], faces_found[1000:], strict=True)]) > 0.9
     assert [len(answer) for answer in store.search(GALLERY, queries[:2], k=10**6)] == [1000, 1000]
     monkeypatch.setattr(
-        state.view.sealed.ann,
-        "_structure_and_held_out",
-        lambda asked, k, _: (  # as if the rows had moved away
+        "plsc.index.ann.search_all",
+        lambda _, asked, k, *others, **more: (  # as if the rows had moved away
             np.full((len(asked), k), -1, np.float32),
             np.tile(np.arange(k), (len(asked), 1)),
         ),
