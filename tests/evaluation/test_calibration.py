@@ -1,6 +1,7 @@
 """Calibrations: thresholds against plain counting, files that keep their word, the command that writes them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from plsc.embedding.embedder import open_embedder
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.evaluation.calibration import Calibration, calibrate, read_calibration, write_calibration
+from plsc.evaluation.calibration import Calibration, OperatingPoint, calibrate, read_calibration, write_calibration
 from plsc.evaluation.roc import roc_from_scores
 from plsc.files import digest
 from plsc.tools.entry import main
@@ -71,6 +72,8 @@ def test_rates_go_as_far_as_ten_impostors_reach_and_rise_in_threshold():
     assert calibration.threshold_at(0.5) == calibration.points[0].threshold
     assert calibration.threshold_at(0.002) == calibration.points[5].threshold
     assert calibration.threshold_at(0.0019) == calibration.points[6].threshold
+    assert calibration.default_fmr == 0.001  # the smallest that was measured
+    assert replace(calibration, points=(*calibration.points, OperatingPoint(1e-5, 0.9, 0.1, 10))).default_fmr == 1e-4
 
 
 def test_several_sets_count_as_one_heap_of_pairs():
