@@ -74,6 +74,20 @@ USING = (
         ("tests/index/test_tuning.py",),
     ),
     Defect(
+        "a density counts one neighbour too many",
+        "plsc/cluster/graph.py",
+        "min_samples=max(1, least - 1)",
+        "min_samples=least",
+        ("tests/cluster/test_graph.py",),
+    ),
+    Defect(
+        "a threshold is the middle of its bin, which part of its pairs do not reach",
+        "plsc/evaluation/roc.py",
+        "edges = (np.arange(_BINS + 1) - half - 0.5) / half",
+        "edges = (np.arange(_BINS + 1) - half) / half",
+        ("tests/evaluation/test_roc.py",),
+    ),
+    Defect(
         "an approximate search returns fewer rows than there are",
         "plsc/index/ann.py",
         "short = np.count_nonzero(is_found, axis=1) < wanted",
