@@ -120,7 +120,7 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
             bytes as the table in float32, until the block ends. None: that of the system's temporary files.
 
     Raises:
-        UsageError: there is no table of that name; or several, and none is named.
+        UsageError: there is no table of that name; or several, and none is named; or no class has come into it yet.
         DataError: the checkpoint holds no class table, or its files are not there.
         IntegrityError: the checkpoint, or a journal, is corrupt.
     """
@@ -138,6 +138,8 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
     rows, dim = _saved_size(saved) if in_files else _stored_size(stored, weight)
     classes = tables[name]["classes"] if name else rows // centers
     is_named = any(key.startswith(f"keys.{of_table}") for key in stored.stored)
+    if is_named and not rows:
+        raise UsageError(f"{path} has no class with a row yet; train it further first")
     if classes < 1 or rows % classes or not (name or is_named or classes == stored.value("data.classes", int)):
         raise DataError(f"{path} holds no table of its {stored.value('data.classes', int):,} classes")
     margin = tables[name]["margin"] if name else stored.value("config.head.margin", str)

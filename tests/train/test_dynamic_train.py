@@ -142,12 +142,17 @@ def test_a_removed_class_is_in_no_file_and_the_run_goes_on(
     assert last.keys() == after.keys()
 
 
-def test_a_name_that_no_batch_has_met_is_removed_too(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_name_that_no_batch_has_met_is_removed_too(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks(1, run, tmp_path, {**DYNAMIC, "steps": 1, "head.admit_after": 50, "checkpoint.every_steps": 1})
     assert main(["table", "check", str(tmp_path), "avatar-3"]) == 1
     assert main(["table", "remove", str(tmp_path), "avatar-3"]) == 0
     assert main(["table", "check", str(tmp_path), "avatar-3"]) == 0
     assert main(["table", "check", str(tmp_path), "avatar-4"]) == 1
+    for words in (["info", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "table.safetensors")]):
+        assert main(["table", *words]) == 2
+        assert "has no class with a row yet; train it further first" in capsys.readouterr().err
     with pytest.raises(UsageError, match="has no class with a row yet"):
         NamedTable(find_checkpoints(tmp_path)[-1]).add(NamedTable(find_checkpoints(tmp_path)[-1]))
     (result,) = ranks(1, run, tmp_path, {**DYNAMIC, "steps": 2, "head.admit_after": 1}, "auto")
