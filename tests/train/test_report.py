@@ -56,8 +56,9 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     more = lines_of(tmp_path / "train.log")[len(log) + 2 :]
     assert more[6] == f"start   resumed from {tmp_path}/checkpoints/step-00000004 (step 4, saved by 2 ranks)"
     assert more[7] == "changed on resume: steps = 6 (was 4)"
-    assert more[9].startswith("step 6/6, ")
-    assert ", best 0." in more[9]
+    assert more[8] == "changed on resume: global batch = 6 (was 12), with peak learning rate = 0.05 (as before)"
+    assert more[10].startswith("step 6/6, ")
+    assert ", best 0." in more[10]
 
 
 def test_the_log_says_what_ended_a_run(tmp_path: Path, ranks: Ranks) -> None:
