@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,8 +62,10 @@ def image_size(value: Any) -> ImageSize:
 
 def check_side(size: ImageSize, path: Path) -> None:
     """Refuse the image size of a model from elsewhere, ``path``, that is larger than the user allows: DataError."""
-    allowed = os.environ.get(LARGEST_SIDE_ALLOWED, "")
-    largest, side = int(allowed) if allowed.isdecimal() else LARGEST_SIDE, max(height_and_width(size))
+    allowed = os.environ.get(LARGEST_SIDE_ALLOWED) or str(LARGEST_SIDE)
+    if re.fullmatch(r"[0-9]{1,9}", allowed) is None:
+        raise UsageError(f"{LARGEST_SIDE_ALLOWED} is {quoted(allowed)}; it takes a number of pixels")
+    largest, side = int(allowed), max(height_and_width(size))
     if side > largest:
         raise DataError(
             f"{path} takes images of {quoted(side)} pixels a side, and a model from elsewhere takes up to {largest:,}; "

@@ -97,13 +97,13 @@ class Service:
         self.next_contract_id = None if next_embedder is None else contract_of(next_embedder, settings.flip)
         self.own_contracts = own_contracts(embedder, settings.flip)
         self.embedders = dict.fromkeys(self.own_contracts, embedder)  # by contract id
-        if next_embedder is not None:
-            following = dict.fromkeys(own_contracts(next_embedder, settings.flip), next_embedder)
-            self.embedders |= {each: model for each, model in following.items() if each not in self.embedders}
-        self.models = Models(self.embedders, settings.flip)
         self.thresholds: dict[str, float] = {}  # of models that collections were moved to, by contract id
-        if self.next_contract_id is not None and settings.next_threshold is not None:
-            self.thresholds[self.next_contract_id] = settings.next_threshold
+        if next_embedder is not None:
+            following = own_contracts(next_embedder, settings.flip)
+            self.embedders |= {each: next_embedder for each in following if each not in self.embedders}
+            if settings.next_threshold is not None:
+                self.thresholds |= dict.fromkeys(following, settings.next_threshold)
+        self.models = Models(self.embedders, settings.flip)
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
         kept = {"keep": settings.keep_thumbnails, "lossless": settings.keep_pictures}

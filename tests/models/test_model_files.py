@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 import plsc.models
 from plsc.errors import DataError, PlscError, UsageError
+from plsc.models.preprocessing import ImageSize
 
 SMALL = ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet", "turned:timm:test_vit"]
 
 
-def small(name: str = "mobilefacenet", size: int = 48, dim: int = 16, **options: Any) -> plsc.models.Backbone:
+def small(name: str = "mobilefacenet", size: ImageSize = 48, dim: int = 16, **options: Any) -> plsc.models.Backbone:
     torch.manual_seed(0)
     return plsc.models.create(name, embedding_dim=dim, image_size=size, **options).eval()
 
@@ -214,13 +215,16 @@ def test_a_model_file_has_no_say_in_what_timm_fetches(tmp_path: Path) -> None:
 
 def test_the_image_size_of_a_file_from_elsewhere_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.safetensors"
-    model = small("timm:test_byobnet", size=1040)  # which takes any size
+    model = small("timm:test_byobnet", size=(1040, 32))  # which takes any size
     plsc.models.save_model(model, path)
     with pytest.raises(DataError, match=r"m\.safetensors takes images of 1040 pixels .* set PLSC_LARGEST_IMAGE"):
         plsc.models.load_model(path)
     assert same(model, plsc.models.load_model(path, own=True))
+    monkeypatch.setenv("PLSC_LARGEST_IMAGE", "2k")
+    with pytest.raises(UsageError, match="PLSC_LARGEST_IMAGE is '2k'; it takes a number of pixels"):
+        plsc.models.load_model(path)
     monkeypatch.setenv("PLSC_LARGEST_IMAGE", "1040")
-    assert plsc.models.load_model(path).image_size == 1040
+    assert plsc.models.load_model(path).image_size == (1040, 32)
 
 
 def test_missing_files_and_wrong_architectures_are_usage_and_data_errors(tmp_path: Path) -> None:
