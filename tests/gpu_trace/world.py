@@ -163,10 +163,13 @@ def build(config: Config, classes: int | dict[str, int], mesh: Mesh) -> TrainCom
     images = max(2 * config.data.batch_size * mesh.world_size * config.optim.accumulate, 2)
     size = config.data.preprocessing.image_size
     if isinstance(classes, int):
-        return components.build(config, BlankImages(classes, images, size), mesh)
-    parts = {name: BlankImages(count, images, size) for name, count in classes.items()}
-    shares = [table.batch_share for table in table_configs(config)]
-    return components.build(config, JoinedDataset(parts, shares, list(classes.values())), mesh)
+        dataset: ImageDataset = BlankImages(classes, images, size)
+    else:
+        parts = {name: BlankImages(count, images, size) for name, count in classes.items()}
+        shares = [table.batch_share for table in table_configs(config)]
+        dataset = JoinedDataset(parts, shares, list(classes.values()))
+    with patch("plsc.train.components.on_main", lambda work, mesh: {}):  # no rank tells the others of names here
+        return components.build(config, dataset, mesh)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

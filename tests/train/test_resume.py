@@ -61,7 +61,7 @@ def test_killed_at_a_random_step(
         "checkpoint_writer.HostStager.get:after:40",  # in the writing thread
         "checkpoint_writer.ShardWriter._write:after",
         "async_checkpoint.write_json:before",
-        "checkpoint.write_json:before",
+        "checkpoint.write_manifest:before",
         "checkpoint.atomic_replace_dir:before",
         "checkpoint.atomic_replace_dir:after",
         "checkpoint.atomic_write:before",
