@@ -329,6 +329,10 @@ def _checked(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporters' warnings, prints and log lines off the screen; failures come as exceptions."""
+    import onnxruntime
+
+    # It writes past Python's streams, with names of the file as they are: those of a stranger may be escape sequences.
+    onnxruntime.set_default_logger_severity(4)
     before, handler = logging.root.manager.disable, logging.NullHandler()
     logging.disable(logging.CRITICAL)
     logging.root.addHandler(handler)  # without one, logging.warning() would add one that prints, for good

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,10 @@ def _constants(model: Any) -> dict[str, float]:
     for node in model.graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
             tensors[node.output[0]] = node.attribute[0].t
-    small = {name: numpy_helper.to_array(tensor) for name, tensor in tensors.items() if math.prod(tensor.dims) <= 3}
+    small = {}
+    for name, tensor in tensors.items():
+        if math.prod(tensor.dims) <= 3:
+            with suppress(ValueError, TypeError):  # of another shape than its bytes have, which onnxruntime refuses
+                small[name] = numpy_helper.to_array(tensor)
     numbers = {name: array for name, array in small.items() if array.size and np.issubdtype(array.dtype, np.number)}
     return {name: float(array.mean()) for name, array in numbers.items()}

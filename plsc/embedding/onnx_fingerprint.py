@@ -168,8 +168,15 @@ def _tensor(tensor: Any) -> bytes:
     """The digest of a tensor's type, shape and numbers, in whichever field they are."""
     from onnx import numpy_helper
 
-    content = tensor.raw_data if tensor.HasField("raw_data") else numpy_helper.to_array(tensor).tobytes()
-    return _hash("tensor", tensor.data_type, len(tensor.dims), *tensor.dims, content)
+    content = [tensor.raw_data]
+    if tensor.string_data:
+        content = list(tensor.string_data)
+    elif not tensor.HasField("raw_data"):
+        try:
+            content = [numpy_helper.to_array(tensor).tobytes()]
+        except (ValueError, TypeError):  # of one of another shape, which nothing may use
+            content = [tensor.SerializeToString(deterministic=True)]
+    return _hash("tensor", tensor.data_type, len(tensor.dims), *tensor.dims, *content)
 
 
 def _constant(attribute: Any) -> bytes | None:

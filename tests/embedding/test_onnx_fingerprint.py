@@ -157,6 +157,22 @@ def test_what_computes_something_else_has_another_fingerprint(change: Callable[[
     assert fingerprint(model) != fingerprint(network())
 
 
+def test_texts_and_spoilt_tensors_have_digests_of_their_own() -> None:
+    def with_spare(tensor: Any) -> str:
+        model = network()
+        model.graph.initializer.append(tensor)
+        model.graph.node[2].input[1] = tensor.name
+        return fingerprint(model)
+
+    words = ([b"a", b"b"], [b"a", b"b"], [b"ab", b""])
+    texts = [helper.make_tensor("t", TensorProto.STRING, [2], each) for each in words]
+    one, same, other = map(with_spare, texts)
+    assert one == same != other
+    spoilt = helper.make_tensor("t", FLOAT, [4], [1, 2, 3, 4])
+    spoilt.dims[:] = [3]
+    assert with_spare(spoilt) == with_spare(spoilt)
+
+
 def test_a_deep_graph_needs_no_deep_stack() -> None:
     nodes = [helper.make_node("Relu", [f"v{place}"], [f"v{place + 1}"]) for place in range(3000)]
     values = [helper.make_tensor_value_info(name, FLOAT, [1]) for name in ("v0", "v3000")]

@@ -196,3 +196,15 @@ def test_metadata_state_the_normalisation_and_lies_are_refused(tmp_path: Path) -
         onnx.save(model, str(path))
         with pytest.raises(DataError, match="mean or std"):
             open_embedder(path, device=CPU)
+
+
+@pytest.mark.parametrize("dims", [[2], [-1, -1], [0], [3, 1]])
+def test_a_constant_of_another_shape_than_its_bytes_is_one_line(dims: list[int], tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["x", "c"], ["m"]), helper.make_node("ReduceMean", ["m"], ["y"], axes=[2, 3])]
+    constants = {"c": np.float32([0.5])}
+    path = write(tmp_path / "m.onnx", nodes, shape=["N", 3, 32, 32], constants=constants)
+    model = onnx.load(str(path))
+    model.graph.initializer[0].dims[:] = dims
+    onnx.save(model, str(path))
+    with pytest.raises(DataError, match=r"m\.onnx"):
+        open_embedder(path, device=CPU)

@@ -164,6 +164,15 @@ def test_our_own_file_is_reduced_as_others_are(tmp_path: Path) -> None:
         open_source(tmp_path / "half.onnx")
 
 
+def test_names_of_a_strangers_file_do_not_reach_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """onnxruntime would tell of an initializer that nobody uses, by its name as it is, past Python's streams."""
+    model = onnx.load(str(write(tmp_path / "theirs.onnx", opset=13)))
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(5, np.float32), "\x1b[31mspare"))
+    onnx.save(model, str(tmp_path / "theirs.onnx"))
+    reduced(tmp_path / "theirs.onnx", tmp_path / "m.onnx", "int8")
+    assert capfd.readouterr() == ("", "")
+
+
 def without_metadata(path: Path) -> Path:
     model = onnx.load(str(path))
     del model.metadata_props[:]

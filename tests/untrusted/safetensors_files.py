@@ -81,8 +81,8 @@ CONTENTS: dict[str, Content] = {
         name="timm:vit_tiny_patch16_224", options='{"embed_dim": 30000, "depth": 12}'
     ),
     "a model of timm that is deep": _described(name="timm:vit_tiny_patch16_224", options='{"depth": 1000000}'),
-    "tables of a model of timm that no weights show": _zeros_of(  # 8 bytes for each pair of the window's 25,600 pixels
-        "timm:swin_tiny_patch4_window7_224", 160, embed_dim=4, depths=[1], num_heads=[1], window_size=160, patch_size=1
+    "tables of a model of timm that no weights show": _zeros_of(  # 8 bytes for each pair of the window's 6,400 pixels
+        "timm:swin_tiny_patch4_window7_224", 80, embed_dim=4, depths=[1], num_heads=[1], window_size=80, patch_size=1
     ),
     "a model of timm for pictures of 3,008 pixels": _zeros_of("timm:test_byobnet", 3008),
     "a model of timm of large maps": _zeros_of(  # 1,024 channels at each of 224 x 224 places
