@@ -96,19 +96,9 @@ def extract(
     final = Path(folder)
     # Something else than a set is refused by begin().
     replaces = on_main(lambda: overwrite and holds_manifest(final, FORMAT), mesh)
-    settings = {
-        "contract_id": contract_of(embedder, flip),
-        "data_id": on_main(lambda: _data_id(dataset, final, replaces), mesh),
-        "rows": len(dataset),
-        "dim": embedder.embedding_dim,
-        "image_size": embedder.image_size,
-        "flip": flip,
-        "precision": precision,
-        "dtype": dtype,
-        "shard_rows": shard_rows or default_shard_rows(len(dataset)),
-        **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
-        **({"alignment": dataset.alignment} if dataset.alignment else {}),
-    }
+    stated = {"precision": precision, "dtype": dtype, "shard_rows": shard_rows or default_shard_rows(len(dataset))}
+    data_id = on_main(lambda: _data_id(dataset, final, replaces), mesh)
+    settings = {**_settings(embedder, dataset, data_id, flip=flip), **stated}
     target = final.with_name(f".{final.name}.new") if replaces else final
     writer = SetWriter(target, settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
     with ExitStack() as lock:
@@ -129,6 +119,20 @@ def extract(
         unchanged = complete and not pending
         on_main(lambda: _finish(writer, [str(name) for name in dataset.class_names], unchanged, final), mesh)
     return _summary(final, works, dataset)
+
+
+def _settings(embedder: Embedder, dataset: ImageDataset, data_id: str, *, flip: bool) -> dict[str, Any]:
+    """What a set's manifest states of the model and the images: a call with others does not go on with the set."""
+    return {
+        "contract_id": contract_of(embedder, flip),
+        "data_id": data_id,
+        "rows": len(dataset),
+        "dim": embedder.embedding_dim,
+        "image_size": embedder.image_size,
+        "flip": flip,
+        **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
+        **({"alignment": dataset.alignment} if dataset.alignment else {}),
+    }
 
 
 def default_shard_rows(rows: int) -> int:
