@@ -28,7 +28,7 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share
 from support.interpreter import Interpreter  # noqa: E402
 from support.measured import Commands  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
-from support.rings import SecondRing  # noqa: E402
+from support.rings import mark_second_ring, unknown_cases  # noqa: E402
 from support.time_limit import time_limit  # noqa: E402
 
 
@@ -106,14 +106,12 @@ def pytest_runtest_call() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the second ring. Tests marked gpu say why they do not run where there is none."""
-    rings = SecondRing((Path(__file__).parent / "second_ring.txt").read_text(encoding="utf-8"))
     for item in items:
-        if rings.holds(item.nodeid.removeprefix("tests/")):
-            item.add_marker("exhaustive")
+        mark_second_ring(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if config.args == config.getini("testpaths") and rings.unused:  # everything was collected
-        raise pytest.UsageError(f"tests/second_ring.txt names nothing by {rings.unused}")
+    if config.args == config.getini("testpaths") and (unknown := unknown_cases(items)):  # everything was collected
+        raise pytest.UsageError(f"first_ring names no case by {unknown}")
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

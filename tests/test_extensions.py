@@ -57,6 +57,7 @@ to = ["lines"]
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None:
     average = ("--parallel.averaging", "often")

@@ -50,6 +50,7 @@ def one_rank(config: Config, classes: int) -> PlanConfig:
     return PlanConfig(config, classes, world=1, per_node=1, head_ranks=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -206,6 +207,7 @@ def test_activations_grow_with_the_batch_and_shrink_with_the_precision():
     assert 0.4 * large.activations < half.activations < 0.85 * large.activations
 
 
+@pytest.mark.exhaustive
 def test_a_timm_model_is_planned_too():
     run = one_rank(settings(backbone="timm:resnet18"), 1000)
     assert estimate(run, CARD).memory.kept["backbone weights"] > 40e6

@@ -36,6 +36,7 @@ def planned(out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, in
     return json.loads((out / "plan.json").read_text())["disk"], capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_table_in_files_takes_what_is_planned(tmp_path, capsys):
     register_tiny()
     files = tmp_path / "files"

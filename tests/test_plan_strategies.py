@@ -217,6 +217,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("backbone", "world", "memory", "links"), CASES)
 def test_auto_picks_what_an_exhaustive_search_does(backbone, world, memory, links):
@@ -234,6 +235,7 @@ def test_auto_picks_what_an_exhaustive_search_does(backbone, world, memory, link
     assert len(choice.why) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_auto_keeps_the_global_batch_and_that_of_batch_normalisation():
     asked = run(16, VIT, 3, strategy="auto")

@@ -16,6 +16,8 @@ from support.time_limit import time_limit
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_reduce_sum, barrier
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -83,6 +83,7 @@ SIGNED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", WRITTEN)
 def test_what_is_signed_is_read_and_nothing_else(
     what: str, samples: Samples, tmp_path: Path, commands: Commands
@@ -117,6 +118,7 @@ def test_what_is_signed_is_read_and_nothing_else(
     assert (code, "is not signed" in output, output.count("\n")) == (1, True, 1), output
 
 
+@pytest.mark.first_ring("set")
 @pytest.mark.parametrize("what", WRITTEN)
 def test_a_forged_manifest_is_refused(what: str, samples: Samples, tmp_path: Path, commands: Commands) -> None:
     """Whoever changes a file can write its hashes anew, and the manifest's own digest; not the signature."""
@@ -256,6 +258,7 @@ def test_what_was_hashed_is_what_is_read(
     assert exchanged
 
 
+@pytest.mark.exhaustive
 def test_a_changed_file_of_a_signed_set_is_refused(samples: Samples, tmp_path: Path, commands: Commands) -> None:
     private, public = keys(tmp_path / "keys")
     assert commands(*WRITTEN["set"](samples, private)).code == 0
@@ -267,6 +270,7 @@ def test_a_changed_file_of_a_signed_set_is_refused(samples: Samples, tmp_path: P
     refused(done, "embeddings.npy is corrupt")
 
 
+@pytest.mark.exhaustive
 def test_a_training_goes_on_from_a_signed_checkpoint_alone(
     samples: Samples, tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +317,7 @@ def test_a_key_that_others_may_read_gets_a_warning(samples: Samples, tmp_path: P
     assert (done.code, "chmod 600" in done.output) == (0, True), done
 
 
+@pytest.mark.exhaustive
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     private, _ = keys(tmp_path / "keys")
     code = (

@@ -10,6 +10,8 @@ from plsc.bench.report import cluster_table, draw_clusterings
 from plsc.errors import UsageError
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.exhaustive
+
 SIZES = {"rows": 600, "dim": 16, "k": 20, "iterations": 6, "threads": 1}
 
 

@@ -104,6 +104,7 @@ def check_files(folder, subject, names):
     assert (folder / f"{subject}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_heads_rows_ratios_and_files(peer, tmp_path, bench):
     names = ["floor", "plsc", "partial-fc"]
@@ -137,6 +138,7 @@ def test_heads_rows_ratios_and_files(peer, tmp_path, bench):
     assert "3,000 classes x 16, 4 samples on each of 2 ranks" in printed.out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loops_rows_ratios_and_files(peer, tmp_path, bench):
     options = ("--backbone", "resnet8", "--nproc", 2, "--arcface-torch", peer, "--out", tmp_path)
@@ -160,6 +162,7 @@ def test_loops_rows_ratios_and_files(peer, tmp_path, bench):
     assert "DDP, all logits  over  plsc, table in bf16 + int8: CPU " in printed.out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "option", "names", "reasons"),

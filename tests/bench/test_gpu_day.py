@@ -13,6 +13,8 @@ import torch
 
 from benchmarks import gpu_day, gpu_day_page
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 
 

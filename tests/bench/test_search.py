@@ -67,6 +67,7 @@ def test_every_implementation_finds_the_truth(name, data):
     assert figures["batches"]["24"]["note"].startswith("blocks of ") == (name == "faiss-tuned")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rows_ratios_and_files(tmp_path, capsys):
     files = ("--out", str(tmp_path), "--json", str(tmp_path / "r.json"))

@@ -79,7 +79,14 @@ def test_every_assignment_is_float64s_while_most_pairs_are_left_out():
     assert compared < 0.7 * 20 * ROWS * GROUPS
 
 
-@pytest.mark.parametrize("options", [{}, {"mini_batch": 300, "iterations": 8}, {"balanced": 1.1, "iterations": 8}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"mini_batch": 300, "iterations": 8}, marks=pytest.mark.exhaustive),
+        pytest.param({"balanced": 1.1, "iterations": 8}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_killed_and_run_again_it_ends_in_the_same_centres_as_on_two_ranks(
     ranks, tmp_path, monkeypatch, embeddings, options
 ):
@@ -220,6 +227,7 @@ def test_what_cannot_be_is_one_line(tmp_path, embeddings, capsys):
     assert (labels_of(out) == labels_of(tmp_path / "done")).all()
 
 
+@pytest.mark.exhaustive
 def test_settings_of_graphs_are_refused_in_a_folder_of_kmeans(tmp_path, embeddings):
     run(embeddings, tmp_path / "out", iterations=1)
     with pytest.raises(ValueError, match="was begun with"):

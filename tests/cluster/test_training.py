@@ -11,6 +11,7 @@ from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
 
+@pytest.mark.exhaustive
 def test_training_reads_the_label_file_as_it_is(ranks, tmp_path):
     pictures = open_dataset("avatars:10x6", image_size=16)
     pixels = np.stack([pictures.image(row).numpy().reshape(-1) for row in range(60)]).astype(np.float32)

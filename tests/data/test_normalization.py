@@ -55,6 +55,7 @@ def test_a_model_sees_the_same_bits_in_training_and_when_it_embeds(precision: st
     assert torch.equal(torch.cat(recorder.given), normalize(LEVELS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_exported_onnx_model_sees_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its graph takes normalised values; the engine that feeds it makes them by the same function."""

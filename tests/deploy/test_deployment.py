@@ -23,6 +23,8 @@ from support.waiting import free_port, wait_until
 from plsc import models
 from plsc.serve.tokens import add_token
 
+pytestmark = pytest.mark.exhaustive
+
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 needs_root = pytest.mark.skipif(

@@ -109,6 +109,7 @@ def test_a_v100_is_examined_in_what_it_has(monkeypatch):
     assert {shard.fp32_precision for shard in kernels._storages(device)} == {"ieee"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_training_and_plan_are_green(doctor):
     code, sections, _ = doctor("kernels", "training", "plan")
@@ -305,6 +306,7 @@ def start_ranks(code, file, ranks, world=2):
     return store, [subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, **pipes) for env in environments]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["hangs", "never came"])
 def test_a_rank_that_hangs_is_named(tmp_path, ranks):
@@ -325,6 +327,7 @@ def test_a_rank_that_hangs_is_named(tmp_path, ranks):
     assert saved["failures"] == ["training: ranks" if len(ranks) == 2 else "versions: ranks"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_of_torchrun_report_together(tmp_path):
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or shutil.which("torchrun")

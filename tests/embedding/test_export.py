@@ -66,6 +66,7 @@ def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody
     assert not [name for name in early if name.startswith(("Sub", "Mul", "_minus", "_mul"))]
 
 
+@pytest.mark.first_ring("iresnet18", "turned:resnet8")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
 def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +78,7 @@ def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
 def test_a_program_of_every_family_passes_its_trial(name: str, tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_a_program_of_every_family_passes_its_trial(name: str, tmp_path: Path) -
     torch.testing.assert_close(answered, expected, rtol=0, atol=float(1e-4 * expected.abs().max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: Path) -> None:
     model, path = small(), tmp_path / "m.pt2"
@@ -174,6 +177,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "torch", "insightface"])
 def test_the_command_writes_the_file_and_its_result(kind, run, tmp_path, capsys):

@@ -106,6 +106,7 @@ def exported(model: Published, kind: str, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "onnx", "torch"])
 def test_every_engine_gives_timms_logits(kind: str, model: Published, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_every_engine_gives_timms_logits(kind: str, model: Published, tmp_path: 
     close(embedder(images), model.logits(images))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_commands_that_embed_and_evaluate_give_timms_logits(model, pictures, tmp_path):
     out = tmp_path / "set"
@@ -131,6 +133,7 @@ def test_the_commands_that_embed_and_evaluate_give_timms_logits(model, pictures,
         assert found[name] == pytest.approx(value, abs=1e-6) if isinstance(value, float) else found[name] == value
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_service_gives_timms_logits(model: Published, pictures: Path, tmp_path: Path) -> None:
     paths = sorted(pictures.rglob("*.png"))[:2]

@@ -63,6 +63,7 @@ def test_classes_of_one_image_are_refused(tmp_path, capsys):
     assert f"warning: {line}" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
     argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--batch-size", "5", "--json"]

@@ -108,6 +108,7 @@ def run_on_ranks(mesh, sets, batch_size):
     return evaluate(raw_pixels, sets, image_size=24, mesh=mesh, batch_size=batch_size, curves=True, quiet=True)
 
 
+@pytest.mark.first_ring("2-7")
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 7), (2, 7), (3, 7), (3, 64)])
 def test_every_rank_gets_the_same_answer_for_any_number_of_ranks(ranks, folder, pairs, world, batch_size):
     sets = [str(folder), str(pairs[0])]

@@ -98,6 +98,7 @@ def run_on_ranks(mesh, folder):
     return ijb(raw_pixels, folder, image_size=56, mesh=mesh, batch_size=5, curves=True, quiet=True)
 
 
+@pytest.mark.exhaustive
 def test_every_rank_gets_the_same_answer(ranks, release):
     alone = run_on_ranks(ALONE, release)
     assert ranks(3, run_on_ranks, release) == [alone] * 3

@@ -11,6 +11,8 @@ from fuzz.__main__ import all_targets
 from fuzz.driver import Target, fault_of, fuzz, save
 from fuzz.routes import requests
 
+pytestmark = pytest.mark.exhaustive
+
 SEED = 1
 COUNT = {"onnx": 8, "snapshot": 20, "encrypted snapshot": 20}  # a process each; a store made and opened each
 ROUTE_COUNT, READER_COUNT = 40, 60

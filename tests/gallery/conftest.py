@@ -11,7 +11,7 @@ from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers, new_key_fil
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Store
 
-SLOW_KINDS = {"milvus": pytest.mark.slow}  # its server on one machine takes as long as all others together
+SLOW_KINDS = {"milvus": (pytest.mark.slow, pytest.mark.exhaustive)}  # its server takes as long as all others together
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,7 @@ def test_texts_of_the_deleted_and_changed_leave_all_files_in_time(tmp_path: Path
     assert texts_in(store.folder) == people.texts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_thousands_of_changes_leave_no_text_in_store_snapshots_and_thumbnails(
     tmp_path: Path, options: dict[str, Any]
@@ -197,6 +198,7 @@ def test_changes_while_the_file_is_written_anew_are_kept_and_leave_it_the_next_t
     store.close()
 
 
+@pytest.mark.exhaustive
 def test_a_long_read_puts_the_exchange_off_and_others_do_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

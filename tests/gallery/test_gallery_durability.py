@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 
 
+@pytest.mark.first_ring("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",

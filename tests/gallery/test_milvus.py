@@ -103,6 +103,7 @@ def fail_at(
     return lambda: count
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str) -> None:
     """Whatever request of a change is its last, the store holds the former state or the new one, for all readers."""
@@ -237,6 +238,7 @@ def test_servers_that_are_not_there(tmp_path: Path) -> None:
             open_milvus(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=0.5)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite")
     with milvus_server(tmp_path / "data") as uri:

@@ -26,7 +26,9 @@ ACTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for seed in (1, 2))]
+)
 def test_random_operations_against_the_oracle(kit: Kit, seed: int, tmp_path: Path) -> None:
     """Whatever is done in whatever order, the store holds and finds what dicts and float64 do."""
     walk = Walk(kit, seed, tmp_path)

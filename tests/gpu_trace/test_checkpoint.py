@@ -9,6 +9,8 @@ import pytest
 
 from gpu_trace import runtime
 
+pytestmark = pytest.mark.exhaustive
+
 MISSING = runtime.missing()
 SCRIPT = """
 import json, sys, threading

@@ -16,6 +16,7 @@ from plsc.plan.plan_config import plan_config
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(runtime.missing() is not None, reason=f"no fake CUDA: {runtime.missing()}"),
 ]
 PLANNED = [name for name, scenario in SCENARIOS.items() if scenario.planned]

@@ -159,7 +159,7 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
     ("world", "options", "head_ranks"),
     [
         (1, {}, None),
-        (2, {"placement": "host"}, None),
+        pytest.param(2, {"placement": "host"}, None, marks=pytest.mark.exhaustive),
         (3, {"placement": "mmap"}, None),
         (3, {"placement": "mmap", "journal": True}, None),
         (4, {"chunk_classes": 5}, 2),
@@ -280,6 +280,7 @@ STORED = [
 ]
 
 
+@pytest.mark.first_ring("host-int8", "host-sampled sub-centres", "mmap-sampled sub-centres", "mmap-positives alone")
 @pytest.mark.parametrize("options", STORED, ids=["int8", "sampled sub-centres", "positives alone"])
 @pytest.mark.parametrize("placement", ["host", "mmap"])
 def test_storages_do_not_change_a_bit(ranks, tmp_path, options, placement):

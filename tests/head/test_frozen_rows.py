@@ -149,6 +149,7 @@ def interpreted(frozen):
     return before, everything(head, optimizer)
 
 
+@pytest.mark.exhaustive
 def test_tritons_updates_leave_frozen_rows(interpreter):
     before, after = interpreter(interpreted, "10:30")
     _, free = interpreter(interpreted, None)

@@ -30,6 +30,7 @@ def test_on_a_gpu(check):
     check(GPU)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("check", list(SMALL), ids=lambda check: check.__name__)
 def test_interpreted(interpreter, check):

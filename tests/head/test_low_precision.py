@@ -75,6 +75,7 @@ def train(rounding: str, steps: int = 120, **dtypes: torch.dtype) -> plsc.Sharde
     return head
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nearest_rounding_does_not_hold_the_weight_norm_and_stochastic_rounding_does():
     """Decay shrinks a row by lr·λ = 0.1% a step, less than half a unit of bfloat16: nearest rounding drops it."""

@@ -22,6 +22,8 @@ from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.host_memory import HostMemory
 from plsc.parallel import tensor_shard
 
+pytestmark = pytest.mark.exhaustive
+
 MIB = 2**20
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 

@@ -51,6 +51,7 @@ def test_near_classes_are_no_negatives(ranks, labels, world, options):
     assert_equal_steps(got, dense_steps(oracle, problem, 3, centers), problem[0], 1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("margin", "oracle"),
     [

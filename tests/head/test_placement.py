@@ -257,6 +257,7 @@ def stored(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor
     return [weight, *state]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", [1, 700, 1 << 26], ids=["row by row", "pieces", "one item per shard"])
 @pytest.mark.parametrize(("saved", "loaded"), [("device", "mmap"), ("mmap", "device"), ("host", "mmap")])

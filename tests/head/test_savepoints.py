@@ -107,6 +107,7 @@ def go_on_and_train(folder: Path, kind: str) -> Run:
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_write(tmp_path, kind):

@@ -115,6 +115,7 @@ def test_passes_agree_with_the_formula(interpreter, dtype, tile, classes, batch,
     check(interpreter(by_kernels, given, tile), given, GRADIENTS[dtype])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "dim"), [(128, 512), (300, 32), (5, 768)])
 @pytest.mark.parametrize("tile", SHAPES)

@@ -93,7 +93,7 @@ def test_update_is_the_plain_paths(interpreter, dtype, kind, rounding, rows):
 
 
 @pytest.mark.parametrize("dim", [1, 3, 64, 700, 1024])
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", ["sgd", pytest.param("adamw", marks=pytest.mark.exhaustive)])
 def test_any_width(interpreter, dim, name):
     given, rule = table(dim, BF16, LOW[name]), KINDS[LOW[name]][0]
     got, expected = both(interpreter, given, INDEX["range"], torch.randn(33, dim), rule)
@@ -155,6 +155,7 @@ def far_update(name: str, row: int, dim: int) -> tuple[torch.Tensor, list[torch.
     return before, [weight[around].clone(), inverse_norm[around].clone(), *[s.values[around] for s in states.values()]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LOW)
 def test_rows_beyond_element_2_to_the_31(interpreter, name):
     before, (weight, inverse_norm, first, *second) = interpreter(far_update, name, 2**31 // 512, 512)
@@ -274,6 +275,7 @@ def norms_found_again(dtype: torch.dtype) -> bool:
     return torch.equal(left, head.inverse_norms())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_resumed_run_finds_the_norms_that_its_updates_left(interpreter, dtype):

@@ -57,6 +57,7 @@ def files_of(index: Index) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in index.manifest["files"].items()}
 
 
+@pytest.mark.first_ring("ivf-3000")
 @pytest.mark.parametrize(("kind", "rows"), [("ivf", 3000), ("pq", 10_500)])
 def test_an_index_built_with_a_gpu_is_the_cpu_s(request, tmp_path: Path, kind: str, rows: int) -> None:
     vectors = unit(rows, 0)

@@ -62,6 +62,7 @@ def saved_bytes(model: nn.Module, count: int, size: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.first_ring(*(f"{name}-fp32" for name in IDS), "resnet8-bf16", "timm:test_vit-bf16")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "options", "blocks"), FAMILIES, ids=IDS)
 def test_every_number_stays_the_same(
@@ -110,6 +111,7 @@ def test_a_copy_recomputes_its_own_blocks_and_evaluation_recomputes_nothing() ->
     assert len(calls) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "share"),
@@ -177,6 +179,7 @@ class Block(nn.Module):
         return torch.relu(self.norm(self.linear(x)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_recompute_and_count_each_batch_once() -> None:

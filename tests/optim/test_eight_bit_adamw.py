@@ -175,6 +175,7 @@ def test_gradients_of_any_size_leave_finite_weights(value: float) -> None:
     assert weight.isfinite().all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_compiled_update_serves_all_shapes() -> None:
     from torch._dynamo.utils import counters

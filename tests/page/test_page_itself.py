@@ -12,7 +12,7 @@ from support.page_kit import PageService, chosen, draw
 
 from plsc.gallery.filters import Filter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def test_the_page_is_served_under_a_strict_policy(service: PageService) -> None:

@@ -134,6 +134,7 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     expect(page.locator("#migration-title")).to_be_focused()
 
 
+@pytest.mark.exhaustive
 def test_an_error_is_shown_a_move_is_cancelled_and_nobody_else_sees_it(visit: Any, serve: Any, tmp_path: Path) -> None:
     service = serve(next_engine=ProjectedEngine())
     service.collection("staff")
@@ -155,6 +156,7 @@ def test_an_error_is_shown_a_move_is_cancelled_and_nobody_else_sees_it(visit: An
     expect(page.get_by_role("button", name="Begin the move")).to_be_visible()
 
 
+@pytest.mark.exhaustive
 def test_without_a_next_model_there_is_nothing_to_see(visit: Any, people: str) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Service").click()

@@ -16,6 +16,7 @@ from plsc.parallel.launch import Nodes, launch
 from plsc.tools.entry import main
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     done = run_command("eval", "raw-pixels", "--data", "nowhere/", "--nproc", "2", cwd=tmp_path)
@@ -25,6 +26,7 @@ def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
     """Rank 1 kills itself; rank 0 would wait for ever."""
@@ -98,6 +100,7 @@ def test_an_address_of_another_machine_is_one_line():
             launch(["data"], 1, Nodes(2, 0, "127.0.0.1", taken.getsockname()[1]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_machines_train_one_run(tmp_path):
     """Both are this one, with a rank each."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_durability.py"
 
 

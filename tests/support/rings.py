@@ -1,30 +1,32 @@
-"""The rings of tests: which cases `make test` leaves to `make test-all`, by the patterns of tests/second_ring.txt."""
+"""The rings of tests: which cases `make test` takes of a test that `make test-all` runs with further options.
 
-import re
+A test, case or module of the second ring has the mark ``exhaustive``. Of a test with many cases,
+``@pytest.mark.first_ring("case", ...)`` names those of the first ring; the others get ``exhaustive``.
+"""
 
+from collections.abc import Iterable
 
-class SecondRing:
-    """Cases by the patterns of ``text``: a line each, where a later one with ``!`` takes cases back.
-
-    ``*`` stands for any text, and everything else for itself. Empty lines and those that begin with ``#`` say nothing.
-    """
-
-    def __init__(self, text: str) -> None:
-        lines = [line.strip() for line in text.splitlines()]
-        self._patterns = [(line, _compiled(line.removeprefix("!"))) for line in lines if line and line[0] != "#"]
-        self._used: set[str] = set()
-
-    @property
-    def unused(self) -> list[str]:
-        """The patterns that no case has fitted so far."""
-        return [line for line, _ in self._patterns if line not in self._used]
-
-    def holds(self, name: str) -> bool:
-        """Whether the case of this node id, below tests/, is of the second ring."""
-        fitting = [line for line, pattern in self._patterns if pattern.fullmatch(name)]
-        self._used.update(fitting)
-        return bool(fitting) and not fitting[-1].startswith("!")
+import pytest
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+def mark_second_ring(item: pytest.Item) -> None:
+    """Mark a case that its test's ``first_ring`` does not name; before ``-m`` chooses."""
+    mark = item.get_closest_marker("first_ring")
+    if mark is not None and _case(item) not in mark.args:
+        item.add_marker("exhaustive")
+
+
+def unknown_cases(items: Iterable[pytest.Item]) -> list[str]:
+    """The names in marks ``first_ring`` that no case of their test has, where all cases were collected."""
+    named, known = set(), set()
+    for item in items:
+        mark = item.get_closest_marker("first_ring")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            named.update(f"{test}[{case}]" for case in mark.args)
+            known.add(item.nodeid)
+    return sorted(named - known)
+
+
+def _case(item: pytest.Item) -> str | None:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None

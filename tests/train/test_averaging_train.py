@@ -37,6 +37,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=[way["parallel.averaging"] for way in WAYS])
 def test_runs_follow_the_plain_one_and_resume_bit_for_bit_between_two_averages(
@@ -55,6 +56,7 @@ def test_runs_follow_the_plain_one_and_resume_bit_for_bit_between_two_averages(
     assert_same_files(tmp_path / "resumed", tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_groups_go_on_from_the_average_on_other_ranks_and_without_averaging(tmp_path: Path, ranks: Ranks) -> None:
     groups = {
@@ -140,6 +142,7 @@ TABLES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {**LOCAL, "head.staleness": 2}], ids=["waiting", "late, beside local_sgd"])
 def test_runs_whose_tables_are_averaged_resume_bit_for_bit(way: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:

@@ -60,6 +60,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         return dict(file.metadata())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_backbone_of_any_strategy_is_put_together(name: str, runs: Any, tmp_path: Path, ranks: Ranks) -> None:
@@ -97,6 +98,7 @@ def test_class_centres_are_the_rows_of_the_table(
     assert np.array_equal(np.load(tmp_path / "c.npy"), whole["head.weight"].view(shape).numpy())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_other_commands_take_the_exported_weights(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1, run, tmp_path / "run", {**SHORT, "backbone": "mobilefacenet", "steps": 1})

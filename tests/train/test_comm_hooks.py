@@ -53,6 +53,7 @@ def test_dgc_that_sends_all_is_the_plain_run(tmp_path: Path, ranks: Ranks) -> No
     assert found == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_dgc_resumes_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"channels_last": True, "optim.clip_norm": 1.0}
@@ -86,6 +87,7 @@ def test_what_a_checkpoint_holds_and_nothing_takes_is_named(tmp_path: Path, rank
             assert {line.removesuffix(" (ema_decay)") for line in said} == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_powersgd_says_that_it_forgets_its_error(tmp_path: Path, ranks: Ranks) -> None:
     first = {**CHANGES, "parallel.comm_hook": "powersgd", "data.batch_size": 8}

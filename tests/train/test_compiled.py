@@ -9,7 +9,7 @@ import pytest
 from support.tiny_runs import losses, run
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 Ranks = Any
 

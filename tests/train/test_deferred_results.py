@@ -105,6 +105,7 @@ def late_poisoned(
         return poisoned(mesh, out, {"ema_decay": 0.9, **changes}, bad_steps, mesh.world_size - 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_device_skips_as_the_host_would(name: str, tmp_path: Path, ranks: Ranks) -> None:
@@ -131,6 +132,7 @@ def late_run(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None) 
         return run(mesh, out, changes, resume)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, tmp_path: Path, ranks: Ranks) -> None:

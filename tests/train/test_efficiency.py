@@ -37,6 +37,7 @@ def whole_step(backbone: torch.nn.Module, classes: torch.Tensor, size: int, froz
     return int(counter.get_total_flops())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "vit_tiny"])
 def test_model_flops_are_those_that_torch_counts_in_a_plain_step(name: str) -> None:
@@ -128,6 +129,7 @@ def test_each_micro_batch_of_a_pipeline_takes_its_own_classes(ranks: Ranks) -> N
     assert staged[0] == whole[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_line_of_metrics(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"log.every_steps": 5, "data.batch_size": 6, "eval.sets": ["avatars:6x3@100"], "eval.every_steps": 8}

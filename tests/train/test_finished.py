@@ -32,6 +32,7 @@ def evaluated(out: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line["eval"] for line in read_metrics(out) if "eval" in line}
 
 
+@pytest.mark.first_ring("keep.best")
 @pytest.mark.parametrize(
     ("length", "longer", "changes"),
     [

@@ -73,6 +73,7 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "run"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"parallel.strategy": "fsdp", "recompute": "every_k"}], ids=["ddp", "fsdp, recomputed"]
@@ -88,6 +89,7 @@ def test_two_ranks_train_by_them(changes: dict[str, Any], plain: Path, tmp_path:
     assert "fp8 in the blocks (emulated)" in (tmp_path / "run/train.log").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_goes_on_with_and_without(tmp_path: Path, ranks: Ranks) -> None:
     ranks(1, run, tmp_path / "whole", FP8)

@@ -27,6 +27,7 @@ def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = 
     return list(load_file(out / "model.safetensors").values())
 
 
+@pytest.mark.first_ring("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("head_ranks", [1, 2])
 def test_groups_train_as_one_table_does(head_ranks: int, tmp_path: Path, ranks: Ranks) -> None:
@@ -37,6 +38,7 @@ def test_groups_train_as_one_table_does(head_ranks: int, tmp_path: Path, ranks: 
     assert groups[1] == pytest.approx(whole[1], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_groups_goes_on_without_them(tmp_path: Path, ranks: Ranks) -> None:
     changes = {**CHANGES, "head_ranks": 2}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.ranks import HANG_SECONDS
 
+pytestmark = pytest.mark.exhaustive
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_rounds.py"
 
 

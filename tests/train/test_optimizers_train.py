@@ -37,6 +37,7 @@ def in_two_halves(mesh: Any, out: Path, changes: dict[str, Any], resumed: dict[s
     return [type(heads[0]).__name__]
 
 
+@pytest.mark.first_ring("adamw-float32", "lars-float32", "adamw-int8")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "state_dtype"), [*((name, "float32") for name in BACKBONE_OPTIMIZERS), ("adamw", "int8")]
@@ -63,6 +64,7 @@ def test_the_head_has_an_optimizer_of_its_own(tmp_path: Path, ranks: Ranks) -> N
     assert "lamb (head sgd), lr 0.02 (head 0.05)" in (tmp_path / "whole/train.log").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_state_is_kept_by_weight_where_the_groups_change(name: str, tmp_path: Path, ranks: Ranks) -> None:
@@ -96,6 +98,7 @@ def twice(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
     run(mesh, out, {**changes, "steps": 6, "data.batch_size": 3}, "auto")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("sqrt", 0.5)])
@@ -151,6 +154,7 @@ def stored_moments(mesh: Any, out: Path, changes: dict[str, Any]) -> list[tuple[
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_moments_in_8_bits_go_on_under_any_strategy_and_world(ranks: Ranks, tmp_path: Path) -> None:
     """Codes and scales are the stored ones bit for bit, wherever their rows lie; then the run learns on."""

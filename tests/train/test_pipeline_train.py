@@ -66,6 +66,7 @@ def assert_same_weights(out: Path, theirs: Path) -> None:
         torch.testing.assert_close(shipped[key], expected[key], rtol=1e-2, atol=2e-3, msg=key)
 
 
+@pytest.mark.first_ring("two pipelines-clipped with the head, average", "interleaved-bf16, recomputed")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "variant"),
@@ -96,6 +97,7 @@ def test_losses_are_those_of_one_process(name: str, variant: str, alone: Any, ra
         assert_same_weights(tmp_path / "run", alone(variant))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_goes_on_under_other_strategies_and_worlds(alone: Any, ranks: Ranks, tmp_path: Path) -> None:
     variant = {**VARIANTS["clipped with the head, average"], "optim.schedule": "constant"}
@@ -107,6 +109,7 @@ def test_a_run_goes_on_under_other_strategies_and_worlds(alone: Any, ranks: Rank
     assert_same_losses(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sharded_stages_accumulate(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, run, tmp_path / "alone", {**ALONE, "optim.accumulate": 8, "epochs": 2})
@@ -119,6 +122,7 @@ def with_each_optimizer(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
         run(mesh, out / name, {**changes, "optim.name": name, "optim.lr": 0.002, "epochs": 1})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, with_each_optimizer, tmp_path / "alone", ALONE)
@@ -136,6 +140,7 @@ def test_every_optimizer_steps_stages_bit_by_bit_as_one_process_does(ranks: Rank
         assert_same_losses(tmp_path / "ddp" / name, tmp_path / "alone" / name, rel)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "rel"),

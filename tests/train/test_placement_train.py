@@ -31,6 +31,7 @@ def on_rank(mesh: Mesh, out: Path, changes: dict[str, Any]) -> tuple[dict[str, A
     return result, sum(rows is not None for rows in taken), len(taken)
 
 
+@pytest.mark.first_ring("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_mapped_table_trains_as_one_on_the_device(tmp_path, ranks, accumulate):
@@ -43,6 +44,7 @@ def test_a_mapped_table_trains_as_one_on_the_device(tmp_path, ranks, accumulate)
     assert announced == 8  # all but the first batch of each epoch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_and_resumed_and_moved(tmp_path):
     """kill -9 while the table lies in a file; the rest of the run with the table on the device, and again in a file."""

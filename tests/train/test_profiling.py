@@ -12,6 +12,8 @@ from plsc.parallel.step_timeline import Interval, StepTimeline
 from plsc.tools.entry import main
 from plsc.train.profiling import StepProfiler, draw_steps
 
+pytestmark = pytest.mark.exhaustive
+
 Ranks = Any
 
 

@@ -11,6 +11,8 @@ from plsc import config
 from plsc.plan import Hardware, Links, named_device, plan
 from plsc.plan.planner import as_text
 
+pytestmark = pytest.mark.exhaustive
+
 Ranks = Any
 SHORT = {"backbone": "resnet8", "epochs": None, "steps": 4, "checkpoint.every_steps": 2, "optim.schedule": "constant"}
 

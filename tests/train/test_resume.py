@@ -36,7 +36,9 @@ def test_the_unkilled_learn(unkilled: dict[int, dict[int, float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
+@pytest.mark.parametrize(
+    ("world", "victims"), [pytest.param(1, [0], marks=pytest.mark.exhaustive), (2, [0]), (2, [1]), (2, [0, 1])]
+)
 def test_killed_at_a_random_step(
     world: int, victims: list[int], unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -52,6 +54,7 @@ def test_killed_at_a_random_step(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.first_ring("checkpoint.atomic_replace_dir:before")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
@@ -76,6 +79,7 @@ def test_killed_while_it_saves(fault: str, unkilled: dict[int, dict[int, float]]
     assert (tmp_path / "checkpoints/latest").read_text() == "step-00000020\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number: int, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
@@ -91,6 +95,7 @@ def test_asked_to_stop(number: int, unkilled: dict[int, dict[int, float]], tmp_p
     assert losses(tmp_path) == unkilled[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 4}
@@ -177,6 +182,7 @@ def test_a_flipped_bit_is_named_and_an_older_checkpoint_offered(finished: Path, 
     assert "missing" in ranks(1, refusal, finished, {}, "auto")[0]
 
 
+@pytest.mark.exhaustive
 def test_going_on_from_an_older_checkpoint(finished: Path, ranks: Ranks) -> None:
     before = losses(finished)
     older = str(finished / "checkpoints/step-00000002")
@@ -304,6 +310,7 @@ def channels_last_momenta(mesh: Any, out: Path) -> tuple[list[Any], list[Any]]:
     return [weight.stride() for weight, _ in pairs], [momentum.stride() for _, momentum in pairs]
 
 
+@pytest.mark.exhaustive
 def test_momenta_keep_the_weights_layout(tmp_path: Path, ranks: Ranks) -> None:
     weights, momenta = ranks(1, channels_last_momenta, tmp_path / "run")[0]
     assert weights

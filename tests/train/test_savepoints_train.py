@@ -13,6 +13,8 @@ from plsc.parallel import Mesh
 from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import describe_checkpoint
 
+pytestmark = pytest.mark.exhaustive
+
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 SAMPLED = {
     "head.sample_rate": 0.3,

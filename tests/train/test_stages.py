@@ -19,6 +19,7 @@ def rates(out: Path, key: str = "lr") -> dict[int, float]:
     return {line["step"]: line[key] for line in read_metrics(out) if key in line}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "base"),
@@ -71,6 +72,7 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.first_ring("2-7-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "step", "other"), [(2, 7, 1), (1, 15, 3)])
 def test_a_run_killed_within_a_stage_goes_on_at_another_world(
@@ -87,6 +89,7 @@ def test_a_run_killed_within_a_stage_goes_on_at_another_world(
     assert rates(tmp_path) == rates(unkilled)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
     changes: dict[str, Any] = {
@@ -105,6 +108,7 @@ def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> No
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.first_ring("sgd-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -139,6 +143,7 @@ def test_frozen_weights_statistics_and_states_stay_bit_for_bit(
         assert not torch.equal(after[key], last[key]), key
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["frozen", "groups"])
 def test_what_is_frozen_for_good_has_no_state_and_never_moves(by: str, tmp_path: Path, ranks: Ranks) -> None:
@@ -157,6 +162,7 @@ def test_what_is_frozen_for_good_has_no_state_and_never_moves(by: str, tmp_path:
     assert len({key.split(".")[0] for key in states}) == 6  # of the ten weights, four are frozen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra", [{}, {"precision": "fp16"}, {"parallel.comm_hook": "bf16"}, {"ema_decay": 0.9}], ids=str
@@ -241,6 +247,7 @@ def test_stages_that_only_the_data_shows_to_be_wrong(tmp_path: Path, ranks: Rank
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Ranks) -> None:
     stages = [{"from_step": 6, "frozen": ["layers.0.*"]}]
@@ -256,6 +263,7 @@ def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Rank
     assert {key for key in first if torch.equal(first[key], last[key])} == {"layers.0.weight", "layers.8.bias"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_stages_under_another_strategy_are_those_of_one_process(strategy: str, tmp_path: Path, ranks: Ranks) -> None:

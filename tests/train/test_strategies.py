@@ -54,6 +54,7 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
+@pytest.mark.first_ring("zero1-2-adamw, clipped with the head", "fsdp-2-two micro-batches, average")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_losses_are_those_of_one_process(
         torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tmp_path: Path) -> None:
     for name in ("lamb", "muon", "lars", "adafactor"):
@@ -96,6 +98,7 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
         assert found[0] == found[1], name
 
 
+@pytest.mark.first_ring("from fsdp-two micro-batches, average")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["two micro-batches, average", "adamw, clipped with the head"])
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def nearest(values: Tensor, kind: str) -> Tensor:
     return torch.where(step > 0, torch.round(values / step) * step, values)
 
 
+@pytest.mark.first_ring("int8-sgd")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("before", ["float32", "bfloat16", "int8"])
@@ -78,6 +79,7 @@ def test_momentum_begins_at_zero_where_there_was_none_and_may_be_left_out(tmp_pa
     assert "momentum_scale" not in log
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy_world_placement_and_type_at_once(tmp_path: Path, ranks: Ranks) -> None:
     """Each change of the course changes all of them; the losses stay near those of one process that changes none."""

@@ -63,6 +63,7 @@ def test_a_run_killed_at_three_ranks_goes_on_at_two(whole: Path, tmp_path: Path,
     assert_same_losses(tmp_path, whole / "run", rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_step_as_one_batch(whole: Path, tmp_path: Path, ranks: Ranks) -> None:
     changes = {**SHORT, "table": tables(whole), "stage": [{"from_step": 9, "head": {"m": 0.2}}]}
     for name, more in (("one", {}), ("two", {"data.batch_size": 6, "optim.accumulate": 2})):
@@ -70,6 +71,7 @@ def test_micro_batches_step_as_one_batch(whole: Path, tmp_path: Path, ranks: Ran
     assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

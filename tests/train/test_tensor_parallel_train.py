@@ -53,6 +53,7 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
+@pytest.mark.first_ring("tp-2-average")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "world", "variant"), [("tp", 2, "average"), ("tp", 4, "adamw"), ("tp and fsdp", 4, "average")]
@@ -76,6 +77,7 @@ def test_losses_are_those_of_one_process(
         torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_goes_on_with_and_without_it(variant: str, alone: dict[str, Path], ranks: Ranks, tmp_path: Path) -> None:
@@ -85,6 +87,7 @@ def test_a_run_goes_on_with_and_without_it(variant: str, alone: dict[str, Path],
     assert_same_losses(tmp_path / "run", alone[variant])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_learn_as_one_process_does(precision: str, ranks: Ranks, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from plsc.models.preprocessing import Preprocessing
 from plsc.train import train
 from plsc.train.components import with_preprocessing
 
+pytestmark = pytest.mark.exhaustive
+
 Ranks = Any
 # 60 images in batches of 20: three steps an epoch; the trunk thaws after the first two epochs of the recipe.
 SMALL = {

@@ -133,7 +133,12 @@ SYNCHRONISED: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "worlds"),
-    [("augmented", [3]), ("clipped, averaged", [2]), ("one image on a rank", [2]), ("adamw", [2, 3])],
+    [
+        pytest.param("augmented", [3], marks=pytest.mark.exhaustive),
+        ("clipped, averaged", [2]),
+        ("one image on a rank", [2]),
+        pytest.param("adamw", [2, 3], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(
     name: str, worlds: list[int], tmp_path: Path, ranks: Ranks
@@ -148,6 +153,7 @@ def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(
         assert losses(tmp_path / str(world)) == pytest.approx(one, abs=1e-6)
 
 
+@pytest.mark.first_ring("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks: Ranks) -> None:
@@ -171,6 +177,7 @@ def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks
         assert small_losses[step] == pytest.approx(loss, rel=2e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_learns_like_full(precision: str, tmp_path: Path, ranks: Ranks) -> None:
@@ -185,6 +192,7 @@ def test_low_precision_learns_like_full(precision: str, tmp_path: Path, ranks: R
     assert scales[-1] == (2.0 ** (16 - skipped) if precision == "fp16" else 1.0)
 
 
+@pytest.mark.first_ring("fp16")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_loss_that_is_not_finite_changes_nothing(precision: str, tmp_path: Path, ranks: Ranks) -> None:
@@ -316,6 +324,7 @@ def rotation_tta(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     return load_model(given).name, said, found, moved
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rotation_tta_is_judged_shipped_and_can_be_trained_on(tmp_path: Path, ranks: Ranks) -> None:
     name, said, found, moved = ranks(1, rotation_tta, tmp_path)[0]

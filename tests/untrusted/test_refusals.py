@@ -19,6 +19,8 @@ from untrusted import (
 )
 from untrusted.samples import Case, Samples, make_samples
 
+pytestmark = pytest.mark.exhaustive
+
 CORPUS: dict[str, dict[str, Case]] = {
     "bin": pickled.CASES,
     "checkpoint": checkpoint_files.CASES,

@@ -72,6 +72,7 @@ def train(mesh: Any, options: dict[str, Any], vit: Any, sizes: list[int], accumu
     return {"losses": losses, "weights": dict(strategy.whole().state_dict()), "parts": parts}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options", "vit", "sizes", "accumulate"),
