@@ -9,7 +9,7 @@ from typing import Any
 
 # Commands that tests start would take every core for their threads, which wait for each other by spinning, beside the
 # other process of tests.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

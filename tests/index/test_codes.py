@@ -13,19 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.kernel_paths import kernel_paths, use_path
 
 from plsc.errors import DataError, UsageError
 from plsc.index import codes
 from plsc.index.scan import ExactScan, best_precision
-from plsc.native import build
 
 
-@pytest.fixture(params=["no compiler", *build.available_paths()])
+@pytest.fixture(params=kernel_paths("no compiler"))
 def path(request, monkeypatch):
-    if request.param == "no compiler":
-        monkeypatch.setenv("PLSC_NATIVE", "0")
-    else:
-        monkeypatch.setenv("PLSC_CPU", request.param)
+    use_path(request.param, monkeypatch)
     return request.param
 
 
@@ -187,6 +184,7 @@ for precision in ("highest", "medium"):
 """
 
 
+@pytest.mark.exhaustive
 def test_bytes_are_multiplied_exactly_on_a_processor_without_vnni():
     """There, oneDNN's product of bytes saturates pairs of them in 16 bits."""
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PLSC_NATIVE": "0"}

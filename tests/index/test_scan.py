@@ -1,6 +1,6 @@
 """The exact scan against float64 numpy: any size, filters, ties, near-ties that low precision cannot tell apart.
 
-Every test runs on each path that this machine has: without a compiler, and by each part of the CPU's instructions.
+Every test runs without a compiler, and by each part of the CPU's instructions that this machine has.
 """
 
 import re
@@ -11,19 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_paths import kernel_paths, use_path
 
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.index.scan import ExactScan, ExactSearch, ScanCopy
-from plsc.native import build
 from plsc.native.scan import load_scan
 
 
-@pytest.fixture(autouse=True, params=["no compiler", *build.available_paths()])
+@pytest.fixture(autouse=True, params=kernel_paths("no compiler"))
 def path(request, monkeypatch):
-    if request.param == "no compiler":
-        monkeypatch.setenv("PLSC_NATIVE", "0")
-    else:
-        monkeypatch.setenv("PLSC_CPU", request.param)
+    use_path(request.param, monkeypatch)
     return request.param
 
 

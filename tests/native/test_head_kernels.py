@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import Oracle, relative_error
 from support.head_problems import LOW, everything, same
+from support.kernel_paths import kernel_paths, use_path
 
 import plsc
 from plsc.errors import UsageError
@@ -18,16 +19,11 @@ compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compi
 MARGIN = plsc.ArcFace(s=32.0, m=0.3)
 
 
-@pytest.fixture(params=["torch", *build._PATHS])
+@pytest.fixture(params=kernel_paths("torch"))
 def path(request, monkeypatch):
     """Every way in which a CPU computes the head: without a compiler, and by each part of the instructions."""
     monkeypatch.setenv("PLSC_SELF_CHECK", "0")  # a kernel that is wrong would give way to PyTorch, which is right
-    if request.param == "torch":
-        monkeypatch.setenv("PLSC_NATIVE", "0")
-    elif request.param not in build.available_paths():
-        pytest.skip(f"this machine cannot run {request.param}")
-    else:
-        monkeypatch.setenv("PLSC_CPU", request.param)
+    use_path(request.param, monkeypatch)
     return request.param
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.kernel_paths import kernel_paths
 
 from plsc.index import scan as scan_module
 from plsc.index.scan import NativeScan, ScanCopy, TorchScan
-from plsc.native import build
 from plsc.native.scan import ScanKernel, load_scan
 from plsc.sizes import status_bytes
 
@@ -31,10 +31,8 @@ def backends(vectors, precision):
     return {"native": NativeScan(copy, load_scan()), "torch": TorchScan(copy)}
 
 
-@pytest.mark.parametrize("path", ["avx2", "avx512", "amx"])
+@pytest.mark.parametrize("path", kernel_paths())
 def test_a_path_multiplies_by_its_own_units(path, monkeypatch):
-    if path not in build.available_paths():
-        pytest.skip(f"this machine cannot run {path}")
     monkeypatch.setenv("PLSC_CPU", path)
     assert load_scan().products["bf16"].startswith(path)
 
