@@ -2,8 +2,8 @@
 
     python tests/loaded.py [--runs N] [--busy N] [--out FILE] [-- COMMAND…]
 
-COMMAND is ``make test`` where none is given. The last lines of each run are kept in FILE, with the live tests that needed
-another run. The exit status is 1 where a run was not green.
+COMMAND is ``make test`` where none is given. The last lines of each run are kept in FILE, with the live tests that
+needed another run. The exit status is 1 where a run was not green.
 """
 
 import argparse
