@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture
+def runs(trained_once: Any) -> Callable[[str], Path]:
     """Finished runs under several strategies, by name."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, (world, changes) in RUNS.items():
-        ranks(world, run, folder / name, {**SHORT, **changes, "data.batch_size": 6})
-    return {name: folder / name for name in RUNS}
+    return lambda name: trained_once(RUNS[name][0], {**SHORT, **RUNS[name][1], "data.batch_size": 6})
 
 
 def command(mesh: Any, argv: list[str]) -> tuple[int, str, str]:
@@ -65,20 +63,20 @@ def metadata_of(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_backbone_of_any_strategy_is_put_together(name: str, runs: Any, tmp_path: Path, ranks: Ranks) -> None:
     words = ["--ema"] if "ema_decay" in RUNS[name][1] else []
-    code, out, err = call(ranks, "export", runs[name], tmp_path / "a.safetensors", *words)
+    code, out, err = call(ranks, "export", runs(name), tmp_path / "a.safetensors", *words)
     assert (code, err) == (0, "")
     assert "step-00000002" in out
-    shipped, exported = load_file(runs[name] / "model.safetensors"), load_file(tmp_path / "a.safetensors")
+    shipped, exported = load_file(runs(name) / "model.safetensors"), load_file(tmp_path / "a.safetensors")
     assert shipped.keys() == exported.keys()
     assert all(torch.equal(shipped[key], exported[key]) for key in shipped)
-    assert metadata_of(runs[name] / "model.safetensors") == metadata_of(tmp_path / "a.safetensors")
+    assert metadata_of(runs(name) / "model.safetensors") == metadata_of(tmp_path / "a.safetensors")
 
 
 def test_the_average_is_exported_when_asked_for(runs: Any, tmp_path: Path, ranks: Ranks) -> None:
-    assert call(ranks, "export", runs["fsdp"], tmp_path / "weights.safetensors")[0] == 0
-    weights, average = load_file(tmp_path / "weights.safetensors"), load_file(runs["fsdp"] / "model.safetensors")
+    assert call(ranks, "export", runs("fsdp"), tmp_path / "weights.safetensors")[0] == 0
+    weights, average = load_file(tmp_path / "weights.safetensors"), load_file(runs("fsdp") / "model.safetensors")
     assert any(not torch.equal(weights[key], average[key]) for key in weights)
-    code, _, err = call(ranks, "export", runs["pp"], tmp_path / "none.safetensors", "--ema")
+    code, _, err = call(ranks, "export", runs("pp"), tmp_path / "none.safetensors", "--ema")
     assert code == 2
     assert "holds no moving average" in err
     assert not (tmp_path / "none.safetensors").exists()
@@ -89,7 +87,7 @@ def test_the_average_is_exported_when_asked_for(runs: Any, tmp_path: Path, ranks
 def test_class_centres_are_the_rows_of_the_table(
     name: str, shape: Any, runs: Any, tmp_path: Path, ranks: Ranks
 ) -> None:
-    checkpoint = runs[name] / "checkpoints/step-00000001"
+    checkpoint = runs(name) / "checkpoints/step-00000001"
     code, out, _ = call(ranks, "export", checkpoint, tmp_path / "a.safetensors", "--centres", tmp_path / "c.npy")
     assert code == 0
     assert "class centres 10 x" in out
@@ -114,18 +112,18 @@ def test_other_commands_take_the_exported_weights(tmp_path: Path, ranks: Ranks) 
 @pytest.mark.parametrize("name", RUNS)
 def test_info_says_what_was_run(name: str, runs: Any, tmp_path: Path, ranks: Ranks) -> None:
     world, changes = RUNS[name]
-    code, out, err = call(ranks, "info", runs[name], "--json", tmp_path / "info.json")
+    code, out, err = call(ranks, "info", runs(name), "--json", tmp_path / "info.json")
     assert (code, err) == (0, "")
     first, second = json.loads((tmp_path / "info.json").read_text())["checkpoints"]
     assert (first["step"], second["step"]) == (1, 2)
     assert second["world_size"] == world
-    assert second["run"] == str(runs[name])
+    assert second["run"] == str(runs(name))
     assert second["backbone"] == changes["backbone"]
     assert second["classes"] == (40 if name == "turned" else 10)
     assert second["average"] == ("ema_decay" in changes)
     assert second["strategy"] == {"fsdp": "fsdp", "tp": "fsdp, tp = 2", "pp": "ddp, pp = 2", "turned": "ddp"}[name]
     assert second["state_dtypes"] == {"momentum": changes.get("head.momentum_dtype", "float32")}
-    model = load_file(runs[name] / "model.safetensors")
+    model = load_file(runs(name) / "model.safetensors")
     assert second["parameters"] == sum(tensor.numel() for tensor in model.values())
     sizes = {path.name: path.stat().st_size for path in Path(second["checkpoint"]).iterdir()}
     sizes.pop("manifest.json")
@@ -136,20 +134,20 @@ def test_info_says_what_was_run(name: str, runs: Any, tmp_path: Path, ranks: Ran
 
 def test_a_run_checkpoints_and_one_checkpoint_are_paths(runs: Any, ranks: Ranks) -> None:
     for path, count in (
-        (runs["pp"], 2),
-        (runs["pp"] / "checkpoints", 2),
-        (runs["pp"] / "checkpoints/step-00000001", 1),
+        (runs("pp"), 2),
+        (runs("pp") / "checkpoints", 2),
+        (runs("pp") / "checkpoints/step-00000001", 1),
     ):
         code, out, _ = call(ranks, "verify", path)
         assert (code, out.count(": sound; ")) == (0, count)
-    for path in (runs["pp"].parent, runs["pp"] / "nothing", runs["pp"] / "config.toml"):
+    for path in (runs("pp").parent, runs("pp") / "nothing", runs("pp") / "config.toml"):
         code, _, err = call(ranks, "verify", path)
         assert code == 2
         assert err.count("\n") == 1
 
 
 def test_verify_names_every_file_that_is_not_whole(runs: Any, tmp_path: Path, ranks: Ranks) -> None:
-    broken = shutil.copytree(runs["tp"] / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    broken = shutil.copytree(runs("tp") / "checkpoints/step-00000002", tmp_path / "step-00000002")
     (broken / "__0_0.distcp").unlink()
     os.truncate(broken / "__1_0.distcp", 1000)
     content = bytearray((broken / "__2_0.distcp").read_bytes())
@@ -169,7 +167,7 @@ def test_verify_names_every_file_that_is_not_whole(runs: Any, tmp_path: Path, ra
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_named(runs: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(runs["tp"] / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    folder = shutil.copytree(runs("tp") / "checkpoints/step-00000002", tmp_path / "step-00000002")
     path = folder / "manifest.json"
     content = path.read_bytes()
     assert listed_files(folder)
@@ -182,7 +180,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_named(runs: Any, tmp_path: Pa
 
 
 def test_a_manifest_of_an_earlier_version_has_no_digest(runs: Any, tmp_path: Path, ranks: Ranks) -> None:
-    folder = shutil.copytree(runs["tp"] / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    folder = shutil.copytree(runs("tp") / "checkpoints/step-00000002", tmp_path / "step-00000002")
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["seal"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -208,7 +206,7 @@ def test_a_manifest_of_an_earlier_version_has_no_digest(runs: Any, tmp_path: Pat
 )
 def test_what_was_made_to_harm_is_one_line(case: str, runs: Any, tmp_path: Path, ranks: Ranks) -> None:
     """Exported and resumed, all of these are refused in tests/untrusted."""
-    folder = shutil.copytree(runs["fsdp"] / "checkpoints/step-00000002", tmp_path / "in/step-00000002")
+    folder = shutil.copytree(runs("fsdp") / "checkpoints/step-00000002", tmp_path / "in/step-00000002")
     CHANGES[case](folder)
     for word in ("verify", "info"):
         code, out, err = call(ranks, word, folder)

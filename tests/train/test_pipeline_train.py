@@ -39,18 +39,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def alone(trained_once: Any) -> Any:
     """Returns the run of one process, by variant."""
-    runs: dict[str, Path] = {}
-
-    def find(variant: str) -> Path:
-        if variant not in runs:
-            runs[variant] = tmp_path_factory.mktemp("alone") / "run"
-            ranks(1, run, runs[variant], {**ALONE, **VARIANTS[variant]})
-        return runs[variant]
-
-    return find
+    return lambda variant: trained_once(1, {**ALONE, **VARIANTS[variant]})
 
 
 def norms(out: Path) -> list[float]:

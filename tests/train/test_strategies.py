@@ -45,15 +45,6 @@ def changes_of(strategy: str, variant: str, world: int) -> dict[str, Any]:
     return {**changes, "data.batch_size": 12 // world}
 
 
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The run of one process, by variant."""
-    found = {variant: tmp_path_factory.mktemp("alone") / "run" for variant in VARIANTS}
-    for variant, out in found.items():
-        ranks(1, run, out, changes_of("ddp", variant, 1))
-    return found
-
-
 @pytest.mark.first_ring("zero1-2-adamw, clipped with the head", "fsdp-2-two micro-batches, average")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -61,10 +52,10 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     ("strategy", "world"), [("zero1", 2), ("fsdp", 2), ("zero1", 4), ("zero2", 4), ("fsdp", 4), ("hsdp", 4)]
 )
 def test_losses_are_those_of_one_process(
-    strategy: str, world: int, variant: str, alone: Any, ranks: Ranks, tmp_path: Path
+    strategy: str, world: int, variant: str, trained_once: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
     results = ranks(world, run, tmp_path / "run", changes_of(strategy, variant, world))
-    run_alone = alone[variant]
+    run_alone = trained_once(1, changes_of("ddp", variant, 1))
     assert_same_losses(tmp_path / "run", run_alone)
     norms, own = (
         [line["grad_norm"] for line in read_metrics(out) if "grad_norm" in line]
@@ -110,13 +101,13 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
     ids=["from fsdp", "from zero1"],
 )
 def test_a_run_goes_on_under_another_strategy_and_world(
-    course: list[tuple[str, int]], variant: str, alone: Any, ranks: Ranks, tmp_path: Path
+    course: list[tuple[str, int]], variant: str, trained_once: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
     for index, (strategy, world) in enumerate(course):
         changes = {**changes_of(strategy, variant, world), "checkpoint.every_steps": 1}
         resume = "auto" if index else None
         ranks(world, run_until, tmp_path / "run", changes, resume, 5 * (index + 1))
-    assert_same_losses(tmp_path / "run", alone[variant])
+    assert_same_losses(tmp_path / "run", trained_once(1, changes_of("ddp", variant, 1)))
 
 
 def kept_by_a_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, int]:

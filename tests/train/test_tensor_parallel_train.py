@@ -43,33 +43,22 @@ def changes_of(layout: str, variant: str, world: int) -> dict[str, Any]:
     return {**SETUP, **VARIANTS[variant], **chosen, "data.batch_size": 12 * chosen.get("parallel.tp", 1) // world}
 
 
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The run of one process, by variant."""
-    found = {}
-    for variant in VARIANTS:
-        found[variant] = tmp_path_factory.mktemp("alone") / "run"
-        ranks(1, run, found[variant], changes_of("ddp", variant, 1))
-    return found
-
-
 @pytest.mark.first_ring("tp-2-average")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "world", "variant"), [("tp", 2, "average"), ("tp", 4, "adamw"), ("tp and fsdp", 4, "average")]
 )
 def test_losses_are_those_of_one_process(
-    layout: str, world: int, variant: str, alone: dict[str, Path], ranks: Ranks, tmp_path: Path
+    layout: str, world: int, variant: str, trained_once: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     results = ranks(world, run, out, changes_of(layout, variant, world))
-    assert_same_losses(out, alone[variant])
+    alone = trained_once(1, changes_of("ddp", variant, 1))
+    assert_same_losses(out, alone)
     assert all(result["loss"] == results[0]["loss"] for result in results)
-    norms, own = (
-        [line["grad_norm"] for line in read_metrics(each) if "grad_norm" in line] for each in (alone[variant], out)
-    )
+    norms, own = ([line["grad_norm"] for line in read_metrics(each) if "grad_norm" in line] for each in (alone, out))
     assert own == pytest.approx(norms, rel=1e-3)
-    shipped, expected = (load_file(each / "model.safetensors") for each in (out, alone[variant]))
+    shipped, expected = (load_file(each / "model.safetensors") for each in (out, alone))
     assert shipped.keys() == expected.keys()
     # adamw divides by a gradient's size: one that is all rounding moves its weight as far as any other
     atol = 1e-3 if variant == "adamw" else 2e-4
@@ -80,11 +69,11 @@ def test_losses_are_those_of_one_process(
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_goes_on_with_and_without_it(variant: str, alone: dict[str, Path], ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_and_without_it(variant: str, trained_once: Any, ranks: Ranks, tmp_path: Path) -> None:
     for index, (layout, world) in enumerate([("tp", 2), ("ddp", 1), ("tp and fsdp", 4), ("fsdp", 2)]):
         changes, resume = changes_of(layout, variant, world), "auto" if index else None
         ranks(world, run_until, tmp_path / "run", changes, resume, 5 * (index + 1))
-    assert_same_losses(tmp_path / "run", alone[variant])
+    assert_same_losses(tmp_path / "run", trained_once(1, changes_of("ddp", variant, 1)))
 
 
 @pytest.mark.exhaustive
