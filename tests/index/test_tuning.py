@@ -1,7 +1,5 @@
 """Approximate search with filters, which must never come back short, its choice by latency, and its recall in use."""
 
-import time
-
 import numpy as np
 import pytest
 from support.clusters import write_set
@@ -30,15 +28,9 @@ def people(rows, seed):
     return unit(centres[labels] + 0.4 * random.standard_normal((rows, DIM))), labels
 
 
-class Slow:
-    """An exact search that takes at least 20 ms."""
-
-    def __init__(self, vectors):
-        self.scan = ExactScan(vectors)
-
-    def search(self, queries, k, *, allowed=None):
-        time.sleep(0.02)
-        return self.scan.search(queries, k, allowed=allowed)
+def of_slow_scans(search, *_):
+    """Milliseconds of a search, where exact ones take 20 and a structure's one."""
+    return 20.0 if hasattr(search, "__self__") else 1.0  # the exact search is a method, a structure's a function
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +42,8 @@ def gallery():
 def search(request, gallery):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plsc.index.tuning.TRIED", (request.param,))
-        found = plan_search(Slow(gallery[0]), gallery[0], gallery[1], 10.0, recall=0.95)
+        patch.setattr("plsc.index.tuning.median_milliseconds", of_slow_scans)
+        found = plan_search(ExactScan(gallery[0]), *gallery, 10.0, recall=0.95)
     assert found is not None
     assert found.kind == request.param
     return found
@@ -139,13 +132,15 @@ def test_nothing_allowed_and_a_structure_of_other_rows(search, gallery):
 
 def test_exact_is_kept_where_it_is_quick_enough(gallery):
     assert plan_search(ExactScan(gallery[0]), *gallery, 10_000.0) is None
-    assert plan_search(Slow(gallery[0][:5]), gallery[0][:5], gallery[1][:5], 1.0) is None, "too few to hold any out"
+    few = gallery[0][:5]
+    assert plan_search(ExactScan(few), few, gallery[1][:5], 0.0) is None, "too few to hold any out"
 
 
-def test_a_plan_that_nobody_waits_for_ends_with_the_next_rows(gallery):
+def test_a_plan_that_nobody_waits_for_ends_with_the_next_rows(gallery, monkeypatch):
     asked = iter([False])
+    monkeypatch.setattr("plsc.index.tuning.median_milliseconds", of_slow_scans)
     with pytest.raises(PlanningStopped):
-        plan_search(Slow(gallery[0]), *gallery, 10.0, stopped=lambda: next(asked, True))
+        plan_search(ExactScan(gallery[0]), *gallery, 10.0, stopped=lambda: next(asked, True))
 
 
 def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):
@@ -170,7 +165,7 @@ def test_an_index_is_exact_unless_that_misses_the_latency(
     write_set(tmp_path / "set", *gallery)
     remaining = iter(structures)
 
-    def time_of(search, *_):  # the exact search is a method, a structure's a function
+    def time_of(search, *_):
         return exact if hasattr(search, "__self__") else next(remaining)
 
     monkeypatch.setattr("plsc.index.tuning.median_milliseconds", time_of)
@@ -195,7 +190,8 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
 
     tune_truly = tuning.tune
     monkeypatch.setattr(tuning, "tune", tune)
-    found = plan_search(Slow(gallery[0]), *gallery, 10.0, recall=0.9)
+    monkeypatch.setattr(tuning, "median_milliseconds", of_slow_scans)
+    found = plan_search(ExactScan(gallery[0]), *gallery, 10.0, recall=0.9)
     assert found is not None
     assert found.kind == "hnsw"
 
