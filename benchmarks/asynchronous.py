@@ -51,23 +51,23 @@ BASE: dict[str, Any] = {
     "optim.schedule": "constant",
     "optim.warmup_steps": 20,
 }
-FULL = {"parallel.asynchronous": "full"}
+FULL = {"asynchronous.mode": "full"}
 METHODS: dict[str, dict[str, Any]] = {
     "sync": {},
     "geo": {
-        "parallel.averaging": "local_sgd",
-        "parallel.averaging_period": 4,
+        "averaging.name": "local_sgd",
+        "averaging.period": 4,
         "parallel.head_averaging_period": 4,
         "head.staleness": 2,
     },
     "half 4, staleness 8": {
-        "parallel.asynchronous": "half",
-        "parallel.averaging_period": 4,
-        "parallel.staleness": 8,
+        "asynchronous.mode": "half",
+        "asynchronous.period": 4,
+        "asynchronous.staleness": 8,
     },
-    "full, staleness 2": {**FULL, "parallel.staleness": 2},
-    "full, staleness 8": {**FULL, "parallel.staleness": 8},
-    "full, staleness 10000": {**FULL, "parallel.staleness": 10_000},  # as good as no bound, as in Paddle
+    "full, staleness 2": {**FULL, "asynchronous.staleness": 2},
+    "full, staleness 8": {**FULL, "asynchronous.staleness": 8},
+    "full, staleness 10000": {**FULL, "asynchronous.staleness": 10_000},  # as good as no bound, as in Paddle
 }
 SLEEP, PAUSE, PAUSE_STEPS = 0.15, 1.2, 24
 LAST = 10  # steps whose losses are averaged

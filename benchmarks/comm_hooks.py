@@ -18,6 +18,7 @@ from avatar_runs import Recipe, compare, start_ranks
 from results_file import script_parser
 
 from plsc import config as configuration
+from plsc.features.averaging.config import AveragingConfig
 from plsc.models import create
 from plsc.parallel import Mesh
 from plsc.parallel.gradient_compression import gradient_exchange
@@ -42,9 +43,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd, rank 1": {**POWERSGD, "parallel.powersgd_rank": 1},
     "powersgd, rank 4": {**POWERSGD, "parallel.powersgd_rank": 4},
     "dgc": {"parallel.comm_hook": "dgc"},
-    "local_sgd": {"parallel.averaging": "local_sgd"},
-    "post_local_sgd": {"parallel.averaging": "post_local_sgd", "parallel.averaging_start_step": START},
-    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 16},
+    "local_sgd": {"averaging.name": "local_sgd"},
+    "post_local_sgd": {"averaging.name": "post_local_sgd", "averaging.start_step": START},
+    "diloco": {"averaging.name": "diloco", "averaging.period": 16},
     # of the class table, a copy on each rank; the backbone's gradients are exchanged whole
     "geo": {
         "head_ranks": 1,
@@ -60,10 +61,10 @@ def sent_bytes(settings: Mapping[str, Any]) -> float:
     config = configuration.load(overrides=settings)
     size = config.data.preprocessing.image_size
     backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=size)
-    parallel = config.parallel
     options = exchange_options(config)
-    exchange = gradient_exchange(parallel.comm_hook, backbone, Mesh(0, 2, 0, torch.device("cpu")), options)
-    period = parallel.averaging_period if parallel.averaging != "none" else 1
+    exchange = gradient_exchange(config.parallel.comm_hook, backbone, Mesh(0, 2, 0, torch.device("cpu")), options)
+    averaging = config.section(AveragingConfig)
+    period = averaging.period if averaging.is_on(config) else 1
     return exchange.sent_bytes(backbone.parameters(), sys.maxsize) / period
 
 

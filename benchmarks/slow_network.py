@@ -51,8 +51,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "bf16": {"parallel.comm_hook": "bf16"},
     "powersgd": {"parallel.comm_hook": "powersgd", "parallel.powersgd_start_step": 2},
     "dgc": {"parallel.comm_hook": "dgc", "parallel.dgc_warmup_epochs": 0},
-    "local_sgd": {"parallel.averaging": "local_sgd", "parallel.averaging_period": 8},
-    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 16},
+    "local_sgd": {"averaging.name": "local_sgd", "averaging.period": 8},
+    "diloco": {"averaging.name": "diloco", "averaging.period": 16},
 }
 NETWORKS = ("1000", "100", "1000:20", "100:20")
 FIRST_STEPS, STEPS = 3, 8  # DDP and PowerSGD begin anew after the first; of averages, a whole period is timed
@@ -97,7 +97,7 @@ def measured(network: Network, methods: list[str], rounds: int) -> list[dict[str
 
 def _row(method: str, figures: list[dict[str, Any]]) -> dict[str, Any]:
     """Rates by each kind of step, those that end with an average of weights and those that do not."""
-    period: int = METHODS[method].get("parallel.averaging_period", 1)
+    period: int = METHODS[method].get("averaging.period", 1)
     ends = [(FIRST_STEPS + 1 + index) % period == 0 for index in range(len(figures[0]["steps"]))]
     kinds: list[tuple[int, list[dict[str, float]]]] = [
         (times, [step for each in figures for step, end in zip(each["steps"], ends, strict=True) if end is is_end])
@@ -128,7 +128,7 @@ def work(methods: list[str], rounds: int, folder: Path) -> None:
     mesh = plsc.init("cpu")
     for number in range(rounds):
         for method in methods:
-            steps = METHODS[method].get("parallel.averaging_period", STEPS)
+            steps = METHODS[method].get("averaging.period", STEPS)
             settings = {**BASE, **METHODS[method], "steps": FIRST_STEPS + steps}
             out = folder / f"{method}-{number}"
             with _marks(out / METRICS) as marks:

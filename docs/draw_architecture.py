@@ -66,10 +66,16 @@ def module_paths() -> dict[str, Path]:
     return found
 
 
+SEAM = "feature_config.py"  # whose types are of what it is a seam for; it imports them for type checkers alone
+
+
 def imported_modules(path: Path) -> set[str]:
     """The modules that a file imports anywhere, also inside functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path.name == SEAM:
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
     from plsc.head import DynamicHead as DynamicHead
+    from plsc.head import LabelOptions as LabelOptions
+    from plsc.head import ReplicaOptions as ReplicaOptions
     from plsc.head import ShardedHead as ShardedHead
     from plsc.head import ShardedHeads as ShardedHeads
+    from plsc.head import TableOptions as TableOptions
     from plsc.index import Index as Index
     from plsc.losses.margins import *  # noqa: F403  (every margin, by its __all__)
     from plsc.optim import HeadAdamW as HeadAdamW
@@ -37,7 +40,7 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
-    "plsc.head": ("DynamicHead", "ShardedHead", "ShardedHeads"),
+    "plsc.head": ("DynamicHead", "LabelOptions", "ReplicaOptions", "ShardedHead", "ShardedHeads", "TableOptions"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

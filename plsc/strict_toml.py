@@ -57,6 +57,7 @@ class Tables:
     are_named: bool
     hint: Hint = _no_hint
     renamed_from: str = ""
+    moved_from: str = ""
 
     @property
     def title(self) -> str:
@@ -186,9 +187,14 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint
         if name in sections and _short_form(name, keys) is None:
             raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
         entry = known(name, keys, where, _no_hint if isinstance(value, Mapping) else hint)
+        if isinstance(entry, Tables) or value != entry.default:  # a written configuration has all keys
+            warn_of_former_name(name, entry, where)
         if entry.name in values:
             raise UsageError(f"{where}: {entry.name} is given twice, once by its former name; keep one")
         values[entry.name] = value
+        for other in keys.values():  # a key that several came from
+            if name not in keys and other.moved_from == name:
+                values[other.name] = value
     return values
 
 
@@ -231,9 +237,8 @@ def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hin
         return short
     section, dot, last = name.rpartition(".")
     for entry in keys.values():
-        if entry.renamed_from == last and entry.name.startswith(section + dot) and entry.name.count(".") == len(dot):
-            message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
-            warnings.warn(message, FutureWarning, stacklevel=2)
+        is_beside = entry.name.startswith(section + dot) and entry.name.count(".") == len(dot)
+        if entry.moved_from == name or (entry.renamed_from == last and is_beside):
             return entry
     for entry in keys.values():
         if isinstance(entry, Tables) and name.startswith(f"{entry.name}."):
@@ -242,6 +247,14 @@ def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hin
                 f"{entry.name} = … would be written in TOML"
             )
     raise UsageError(f"{where}: there is no key {name}; {hint(name) or _nearest(name, keys)}")
+
+
+def warn_of_former_name(name: str, entry: Entry, where: str) -> None:
+    """Warn where ``name`` is what ``entry``, which :func:`known` found, was called before."""
+    is_short_form = isinstance(entry, Key) and entry.section == name
+    if name != entry.name and not is_short_form:
+        message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
+        warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 def _nearest(name: str, keys: Mapping[str, Entry]) -> str:
@@ -286,6 +299,7 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: H
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         entry = known(name, keys, "the command line", hint)
+        warn_of_former_name(name, entry, "the command line")
         name = entry.name
         if not equals:
             if not words or words[0].startswith("--"):

@@ -44,9 +44,11 @@ class Key:
         choices_or_registry: as :func:`key` takes them.
         above, least, most, below: limits of a number; None: there is none.
         renamed_from: its former name in its section.
+        moved_from: its former dotted name, in another section.
         former_values: what values that it took by its former name are now, by the TOML of each.
         also_called: names that other programs give to it, which errors answer with this one.
         in_stages: a stage of a run may give it another value.
+        in_tables: a class table of a run may have a value of its own.
         is_fixed: a run that goes on keeps its value: stored tensors' shapes, samples' order or pixels depend on it.
         stands_for_section: a value in place of its section's table is the key's.
         name, hint, doc: its dotted name, type hint and meaning.
@@ -59,9 +61,11 @@ class Key:
     most: float | None = None
     below: float | None = None
     renamed_from: str = ""
+    moved_from: str = ""
     former_values: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     also_called: tuple[str, ...] = ()
     in_stages: bool = False
+    in_tables: bool = False
     is_fixed: bool = False
     stands_for_section: bool = False
     name: str = ""
@@ -202,7 +206,7 @@ def fields_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str, A
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from fields_of(typing.cast(type, hint), f"{prefix}{field.name}.")
-        else:
+        elif "entry" in field.metadata:
             yield prefix + key_name(field.name), hint, meanings.get(field.name, ""), field.metadata["entry"]
 
 
@@ -216,11 +220,11 @@ def key_name(field: str) -> str:
     return field.removesuffix("_")
 
 
-def keys_of(schema: type) -> dict[str, Key]:
-    """The keys of a schema by dotted names, in the order of the fields."""
+def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
+    """The keys of a schema by dotted names, behind ``prefix``, in the order of the fields."""
     return {
         name: dataclasses.replace(entry, name=name, hint=hint, doc=doc)
-        for name, hint, doc, entry in fields_of(schema)
+        for name, hint, doc, entry in fields_of(schema, prefix)
         if isinstance(entry, Key)
     }
 

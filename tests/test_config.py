@@ -100,7 +100,7 @@ def groups_of(entry: Key) -> dict[str, str]:
         return {"head.placement": "mmap:table"}
     if entry.name in ("head.admit_after", "head.expire_after"):
         return {"head.max_classes": "9"}
-    if entry.name == "parallel.asynchronous":
+    if entry.name == "asynchronous.mode":
         return {"head_ranks": "1", "head.placement": "host"}
     needs_groups = entry.name in ("head.staleness", "parallel.head_averaging_period")
     groups = {"head_ranks": "1", "head.placement": "host", "parallel.head_averaging_period": "9"}
@@ -112,7 +112,7 @@ def strategy_of(entry: Key) -> dict[str, str]:
     if entry.name in ("parallel.pp", "parallel.pp_micro_batches"):
         pipeline = {"backbone": "vit_base", "data.batch_size": 256}
         return pipeline if entry.name == "parallel.pp" else {**pipeline, "parallel.pp": 2}
-    if entry.name in ("parallel.tp", "fp8"):
+    if entry.name in ("parallel.tp", "fp8.enabled"):
         return {"backbone": "vit_tiny"}
     strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}
     return {"parallel.strategy": strategies[entry.name]} if entry.name in strategies else {}

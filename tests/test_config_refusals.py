@@ -10,11 +10,11 @@ from plsc.errors import UsageError
 
 FSDP, TP = {"parallel.strategy": "fsdp"}, {"backbone": "vit_tiny", "parallel.tp": 2}
 PP = {"backbone": "vit_tiny", "parallel.pp": 2}
-DGC, LOCAL = {"parallel.comm_hook": "dgc"}, {"parallel.averaging": "local_sgd"}
-GROUPS = {"parallel.averaging": "hierarchical", "parallel.averaging_group_ranks": 2}
+DGC, LOCAL = {"parallel.comm_hook": "dgc"}, {"averaging.name": "local_sgd"}
+GROUPS = {"averaging.name": "hierarchical", "averaging.group_ranks": 2}
 CLIPPED = {"optim.clip_norm": 1.0, "optim.clip_head": True}
 TABLES = {"head_ranks": 1, "head.placement": "host", "parallel.head_averaging_period": 3}
-ASYNC = {"head_ranks": 1, "head.placement": "host", "parallel.asynchronous": "full"}
+ASYNC = {"head_ranks": 1, "head.placement": "host", "asynchronous.mode": "full"}
 EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
 FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
 JOURNAL = {"head.placement": "mmap:table", "head.journal": True, "eval.sets": ("avatars:4x2",)}
@@ -66,14 +66,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**DGC, "optim.name": "adamw"}, "takes the place of sgd's momentum"),
     ({**DGC, **CLIPPED}, "optim.clip_head"),
     # averages of weights
-    ({"parallel.averaging": "gossip"}, "averaging"),
-    ({**LOCAL, "parallel.averaging_period": 1}, "averaging_period"),
-    ({**LOCAL, "parallel.comm_hook": "bf16"}, "sends weights and no gradients"),
-    ({**LOCAL, **FSDP}, 'and parallel.strategy is "fsdp"; give strategy = "ddp"'),
+    ({"averaging.name": "gossip"}, "averaging"),
+    ({**LOCAL, "averaging.period": 1}, "averaging.period"),
+    ({**LOCAL, "parallel.comm_hook": "bf16"}, "sends weights, and no gradients"),
+    ({**LOCAL, **FSDP}, 'does not go with parallel.strategy = "fsdp"'),
     ({**LOCAL, "sync_batchnorm": True}, "sync_batchnorm"),
     ({**LOCAL, **CLIPPED}, "optim.clip_head"),
-    ({"parallel.averaging": "hierarchical"}, "needs groups"),
-    ({**GROUPS, "parallel.averaging_group_period": 3}, "no multiple of averaging_group_period = 3"),
+    ({"averaging.name": "hierarchical"}, "needs groups"),
+    ({**GROUPS, "averaging.group_period": 3}, "no multiple of averaging.group_period = 3"),
     # averages of tables
     ({**TABLES, "head_ranks": 0}, "give head_ranks"),
     ({**TABLES, "head.staleness": 4}, "head.staleness is from 0 to parallel.head_averaging_period"),
@@ -81,18 +81,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**TABLES, **CLIPPED}, "optim.clip_head"),
     ({**TABLES, "parallel.head_averaging_period": 0}, "head_averaging_period"),
     # steps without collectives
-    ({**ASYNC, "parallel.asynchronous": "geo"}, "asynchronous"),
+    ({**ASYNC, "asynchronous.mode": "geo"}, "asynchronous"),
     ({**ASYNC, "head_ranks": 0}, "give head_ranks = 1"),
     ({**ASYNC, "head.placement": "device"}, 'head.placement = "host"'),
-    ({**ASYNC, "parallel.asynchronous": "half", "parallel.staleness": 6}, "give 7 or more, or a shorter period"),
-    ({**ASYNC, **FSDP}, 'which parallel.strategy = "fsdp" is for'),
-    ({**ASYNC, "parallel.comm_hook": "bf16"}, "which parallel.comm_hook is for"),
-    ({**ASYNC, **LOCAL}, "which parallel.averaging is for"),
-    ({**ASYNC, "parallel.head_averaging_period": 2}, "which parallel.head_averaging_period is for"),
-    ({**ASYNC, "sync_batchnorm": True}, "which sync_batchnorm is for"),
-    ({**ASYNC, "checkpoint.every_minutes": 5.0}, "which checkpoint.every_minutes is for"),
-    ({**ASYNC, "head.max_classes": 9}, "is not made for head.max_classes"),
-    ({**ASYNC, **EIGHT_BITS}, "is not made for optim.state_dtype"),
+    ({**ASYNC, "asynchronous.mode": "half", "asynchronous.staleness": 6}, "give 7 or more, or a shorter period"),
+    ({**ASYNC, **FSDP}, 'does not go with parallel.strategy = "fsdp"'),
+    ({**ASYNC, "parallel.comm_hook": "bf16"}, 'does not go with parallel.comm_hook = "bf16"'),
+    ({**ASYNC, **LOCAL}, 'does not go with averaging.name = "local_sgd"'),
+    ({**ASYNC, "parallel.head_averaging_period": 2}, "does not go with parallel.head_averaging_period = 2"),
+    ({**ASYNC, "sync_batchnorm": True}, "does not go with sync_batchnorm = true"),
+    ({**ASYNC, "checkpoint.every_minutes": 5.0}, "does not go with checkpoint.every_minutes = 5.0"),
+    ({**ASYNC, "head.max_classes": 9}, "does not go with head.max_classes = 9: nobody has tried"),
+    ({**ASYNC, **EIGHT_BITS}, 'does not go with optim.state_dtype = "int8"'),
     ({**ASYNC, "precision": "fp16"}, "a loss scale of its own"),
     # storage of the table, and of moments
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
@@ -108,12 +108,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ],
     ({**EIGHT_BITS, "optim.name": "sgd"}, 'is for adamw, and optim.name is "sgd"'),
     ({**EIGHT_BITS, **TP}, "parts of rows, which parallel.tp = 2 cuts elsewhere"),
-    ({**EIGHT_BITS, **LOCAL}, 'parallel.averaging = "local_sgd" cannot merge'),
+    ({**EIGHT_BITS, **LOCAL}, 'averaging.name = "local_sgd" does not go with optim.state_dtype = "int8"'),
     # products in float8
     ({**FLOAT8, "backbone": "iresnet18"}, 'and backbone is "iresnet18"; leave fp8 out'),
     ({**FLOAT8, "precision": "fp16"}, 'precision is "fp16"; give "bf16"'),
-    ({**FLOAT8, "parallel.tp": 2}, "fp8 is not made for parallel.tp = 2"),
-    ({**FLOAT8, "parallel.pp": 2}, "fp8 is not made for parallel.pp = 2"),
+    ({**FLOAT8, "parallel.tp": 2}, "fp8 = true does not go with parallel.tp = 2"),
+    ({**FLOAT8, "parallel.pp": 2}, "fp8 = true does not go with parallel.pp = 2"),
 ]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plsc import config
 from plsc.config import KEYS, TABLES, Config
 from plsc.errors import UsageError
+from plsc.features.frozen.config import FrozenConfig
 from plsc.strict_toml import Table
 
 WHOLE = """
@@ -52,18 +53,18 @@ def test_tables_are_read_in_the_order_of_the_file_and_their_keys_in_the_order_of
         Table("blocks.0.*", {"lr_scale": 0.1, "frozen": True}),
     )
     assert [dict(stage.values) for stage in loaded.stage] == [
-        {"from_epoch": 2.0, "frozen": (), "head.m": 0.3, "optim.lr": 0.05},
+        {"from_epoch": 2.0, "head.m": 0.3, "optim.lr": 0.05, "frozen.weights": ()},
         {"from_epoch": 5.5, "data.augment": "standard", "optim.schedule": "cosine"},
         {"from_epoch": 6.0, "head.sample_rate": 0.1, "optim.warmup_steps": 3},
     ]
-    assert list(loaded.stage[0].values) == ["from_epoch", "frozen", "head.m", "optim.lr"]
+    assert list(loaded.stage[0].values) == ["from_epoch", "head.m", "optim.lr", "frozen.weights"]
 
 
 def test_each_stage_keeps_what_it_does_not_give(tmp_path: Path) -> None:
     loaded = load(tmp_path, WHOLE + "[[stage]]\nfrom_epoch = 7\noptim.power = 2.0\n")
     before, *stages = config.stage_configs(loaded)
     assert before == loaded
-    assert [stage.frozen for stage in stages] == [()] * 4
+    assert [stage.section(FrozenConfig).weights for stage in stages] == [()] * 4
     assert [stage.head.m for stage in stages] == [0.3] * 4
     assert [stage.head.sample_rate for stage in stages] == [1.0, 1.0, 0.1, 0.1]
     assert [stage.data.augment for stage in stages] == ["flip", "standard", "standard", "standard"]
@@ -121,7 +122,7 @@ def test_differences_name_tables_too(tmp_path: Path) -> None:
         ("[[stage]]\nfrom_epoch = 3\nhead.m1 = 0.1", "stage 1: head.m1 is no key of the margin arcface"),
         ('[[stage]]\nfrom_epoch = 3\nhead.m = "x"', 'stage 1: head.m = "x" is a string; it takes a number at least 0'),
         ("[[stage]]\nfrom_epoch = 3\nhead = 3", "stage 1: head is a section, not a value"),
-        ("[[stage]]\nfrom_epoch = 3\nfrozen = 3", "stage 1: frozen = 3 is an integer; it takes a list of strings"),
+        ("[[stage]]\nfrom_epoch = 3\nfrozen = 3", "stage 1: frozen.weights = 3 is an integer; it takes a list of"),
         ("[[stage]]\nfrom_epoch = 3\nhead.sample_rate = 2", "stage 1: head.sample_rate = 2.0 is out of range"),
         ("[[stage]]\nfrom_epoch = 3\noptim.milestones = [3, 2]", "stage 1: optim.milestones must rise"),
         (
@@ -133,7 +134,7 @@ def test_differences_name_tables_too(tmp_path: Path) -> None:
             "stage 1: optim.warmup_epochs and optim.warmup_steps are both given",
         ),
         ('[parallel]\ncomm_hook = "powersgd"\n[[stage]]\nfrom_epoch = 3\nfrozen = ["*"]', "no stage can change frozen"),
-        ('[parallel]\naveraging = "diloco"\n[[stage]]\nfrom_epoch = 3\nfrozen = ["*"]', "no stage can change frozen"),
+        ('averaging = "diloco"\n[[stage]]\nfrom_epoch = 3\nfrozen = ["*"]', "no stage can change frozen"),
         ("[optim]\ngroups = 3", "optim.groups takes tables under names"),
         ("[[optim.groups]]\nlr_scale = 3", "optim.groups takes tables under names"),
         ('[optim.group]\n"*.x" = {lr_scale = 1}', "there is no key optim.group; did you mean optim.groups?"),

@@ -60,7 +60,7 @@ to = ["lines"]
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None:
-    average = ("--parallel.averaging", "often")
+    average = ("--averaging.name", "often")
     own = ("--head.margin", "halfway", "--parallel.strategy", "counted", "--parallel.comm_hook", "signs")
     code, out, err = installed.plsc("train", "example.toml", *own, "--nproc", "2", "--out", "a")
     assert code == 0, err

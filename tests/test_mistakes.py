@@ -106,7 +106,7 @@ MISTAKES = [
     (f"train {SMALL} --nnodes 2", 2, "--nnodes 2 needs --master-addr: the first machine's address"),
     (f"train {SMALL} --head_ranks 3 --nproc 2", 2, "head_ranks = 3 does not divide the number of ranks, 2; give 1, 2"),
     (
-        f"train {SMALL} --nproc 3 --parallel.averaging local_sgd --parallel.averaging_group_ranks 2",
+        f"train {SMALL} --nproc 3 --averaging.name local_sgd --averaging.group_ranks 2",
         2,
         "averaging_group_ranks = 2 does not divide the number of ranks, 3",
     ),

@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _export_backbone(args: argparse.Namespace, model: "Backbone") -> dict[str, Any]:
     from plsc.embedding import export
-    from plsc.train.compatible_models import compatible_models
+    from plsc.features.compatible.models import compatible_models
 
     if args.format == "onnx":
         form, pictures = _form(args, model.preprocessing)

@@ -128,7 +128,6 @@ def _launch(config: Config, args: argparse.Namespace) -> None:
     """Start the ranks of this machine and wait for them, or say what would be started."""
     from plsc.parallel.launch import Nodes, commands_of_nodes, launch
     from plsc.parallel.mesh import check_head_ranks
-    from plsc.parallel.model_averaging import check_group_ranks
 
     nodes = Nodes()
     if args.nnodes != 1:
@@ -136,8 +135,8 @@ def _launch(config: Config, args: argparse.Namespace) -> None:
     ranks = args.nproc * nodes.count
     check_head_ranks(config.head_ranks, ranks)
     config.parallel.strategy_options().check_world(ranks)
-    if config.parallel.averaging != "none":
-        check_group_ranks(config.parallel.averaging_group_ranks, ranks)
+    for section in config.features_on:
+        section.check_world(ranks)
     arguments = _rank_arguments(args)
     if args.dry_run or (nodes.count > 1 and nodes.rank == 0):
         lines = commands_of_nodes(arguments, args.nproc, nodes)

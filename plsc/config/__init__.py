@@ -36,3 +36,5 @@ from plsc.config.stages import changes_of as changes_of
 from plsc.config.stages import stage_configs as stage_configs
 from plsc.config.tables import TableConfig as TableConfig
 from plsc.config.tables import table_configs as table_configs
+from plsc.feature_config import FEATURES as FEATURES
+from plsc.feature_config import FeatureConfig as FeatureConfig

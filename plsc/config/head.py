@@ -82,9 +82,6 @@ class HeadConfig:
             with max_classes.
         expire_after: Steps without a picture of a class after which it is removed from the table; unset: it stays; with
             max_classes.
-        frozen_rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first
-            that trains), or FILE.npy of class numbers; with max_classes, all or FILE.txt of names, one a line; unset:
-            none.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
         momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
             momentum.
@@ -126,7 +123,6 @@ class HeadConfig:
     first_rows: str = key("mean", choices=("mean", "random"))
     admit_after: int = key(1, least=1)
     expire_after: int | None = key(None, least=1)
-    frozen_rows: str | None = key(None)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
@@ -141,7 +137,7 @@ class HeadConfig:
         try:
             self._check_table(run)
         except UsageError as error:
-            text = re.sub(r"\b(placement|journal|staleness|frozen_rows)\b", r"head.\1", str(error))
+            text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
             for of_the_head, of_a_key in _WORDS_OF_THE_HEAD.items():
                 text = text.replace(of_the_head, of_a_key)
             yield text
@@ -170,11 +166,11 @@ class HeadConfig:
 
     def _check_table(self, run: "Config") -> None:
         """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
-        from plsc.head.replicas import ExchangeOptions
+        from plsc.head.replicas import ReplicaOptions
         from plsc.head.storage import TableStorage
 
         storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
-        exchange = ExchangeOptions(run.parallel.head_averaging_period, self.staleness)
+        exchange = ReplicaOptions(run.parallel.head_averaging_period, self.staleness)
         exchange.check(storage, clips=run.optim.clip_head)
         if self.max_classes is not None:
             self._check_coming_classes(run)

@@ -5,9 +5,10 @@ import textwrap
 import typing
 from collections.abc import Iterable
 
-from plsc.config.loading import KEYS, TABLES, sections, shown
+from plsc.config.loading import KEYS, TABLES, sections, shown, take_every_feature
 from plsc.config.sections import Config, get
 from plsc.errors import UsageError
+from plsc.feature_config import FEATURES, section_class
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Tables, spellings
 from plsc.toml_keys import Key
@@ -40,6 +41,7 @@ def describe(word: str = "", config: Config | None = None) -> str:
         UsageError: there is no such key; the nearest is named.
     """
     word = word.strip("[]")
+    take_every_feature()
     if not word:
         basic = ["The keys that are changed most", *_entries((KEYS[name] for name in BASIC), config)]
         every = [_section(section, config) for section in sections()]
@@ -58,8 +60,8 @@ def describe(word: str = "", config: Config | None = None) -> str:
 
 def section_meaning(section: str) -> str:
     """What a section is about, by its dotted name."""
-    schema: type = Config
-    for part in filter(None, section.split(".")):
+    schema: type = section_class(section) if section in FEATURES else Config
+    for part in () if section in FEATURES else filter(None, section.split(".")):
         schema = typing.get_type_hints(schema)[part]
     return (schema.__doc__ or "").partition(": ")[2].partition("\n")[0]
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from plsc import arcface_torch, strict_toml
 from plsc.config.checks import check_together
 from plsc.config.sections import EXCLUSIVE, Config, get
 from plsc.errors import UsageError
+from plsc.feature_config import FEATURES, section_class
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Entry, Tables
 from plsc.toml_keys import Key, key_name, keys_of, toml_value
@@ -17,14 +19,8 @@ from plsc.toml_keys import Key, key_name, keys_of, toml_value
 _Schema = typing.TypeVar("_Schema")
 SHIPPED = Path(__file__).parents[1] / "configs"
 KEYS = keys_of(Config)
-# The keys that a stage may change, none of which it has to give.
-_CHANGEABLE = {name: dataclasses.replace(entry, default=None) for name, entry in KEYS.items() if entry.in_stages}
-# The keys that a table may have for itself: all of the head, its data, and its learning rate.
-_OF_TABLES = {
-    name: dataclasses.replace(entry, default=None)
-    for name, entry in KEYS.items()
-    if entry.section == "head" or name in ("data.train", "data.labels", "optim.head_lr")
-}
+# The keys that a table may have for itself, beside those of the head: its data, and its learning rate.
+_OF_TABLES = ("data.train", "data.labels", "optim.head_lr")
 
 
 def _stage_hint(name: str) -> str | None:
@@ -36,9 +32,33 @@ def _table_hint(name: str) -> str | None:
 
 
 TABLES = strict_toml.tables_of(Config)
-TABLES["stage"] = dataclasses.replace(TABLES["stage"], keys={**TABLES["stage"].keys, **_CHANGEABLE}, hint=_stage_hint)
-TABLES["table"] = dataclasses.replace(TABLES["table"], keys={**TABLES["table"].keys, **_OF_TABLES}, hint=_table_hint)
 _ENTRIES: dict[str, Entry] = {**KEYS, **TABLES}
+_OWN_KEYS = {name: dict(table.keys) for name, table in TABLES.items()}
+
+
+def _take_keys(keys: Mapping[str, Key]) -> None:
+    """Let configurations have these keys, and their stages and tables those of them that they may change."""
+    KEYS.update(keys)
+    may_change: dict[str, Callable[[Key], bool]] = {
+        "stage": lambda entry: entry.in_stages,
+        "table": lambda entry: entry.section == "head" or entry.in_tables or entry.name in _OF_TABLES,
+    }
+    hints = {"stage": _stage_hint, "table": _table_hint}
+    for name, is_of in may_change.items():
+        changeable = {each: dataclasses.replace(entry, default=None) for each, entry in KEYS.items() if is_of(entry)}
+        TABLES[name] = dataclasses.replace(TABLES[name], keys={**_OWN_KEYS[name], **changeable}, hint=hints[name])
+    _ENTRIES.update({**keys, **TABLES})
+
+
+def _take_features(names: Iterable[str]) -> None:
+    """Let configurations have the sections of rare features by these names, where they are ones."""
+    for name in names:
+        if not any(each.startswith(f"{name}.") for each in KEYS) and name in (*FEATURES, *FEATURES.every_name()):
+            _take_keys(keys_of(section_class(name), f"{name}."))
+
+
+_take_keys(KEYS)
+_take_features(FEATURES)
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -52,17 +72,25 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     """
     values: dict[str, Any] = {}
     if path is not None:
-        values = strict_toml.flatten(
-            strict_toml.read_toml(_resolve(Path(path))), _ENTRIES, str(path), arcface_torch.key_hint
-        )
+        tree = strict_toml.read_toml(_resolve(Path(path)))
+        _take_features(_unknown(tree))
+        values = strict_toml.flatten(tree, _ENTRIES, str(path), arcface_torch.key_hint)
     overridden = dict(overrides or {})
     for pair in EXCLUSIVE:
         if any(name in overridden for name in pair):
             values = {name: value for name, value in values.items() if name not in pair}
+    _take_features(_unknown(overridden))
     for name, value in overridden.items():
         entry = strict_toml.known(name, _ENTRIES, "the command line", arcface_torch.key_hint)
+        strict_toml.warn_of_former_name(name, entry, "the command line")
         values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
+
+
+def _unknown(names: Iterable[str]) -> set[str]:
+    """The sections of dotted names that no key known so far lies in."""
+    sections = {name.partition(".")[0] for name in (*_ENTRIES, *(entry.moved_from for entry in KEYS.values()))}
+    return {name.partition(".")[0] for name in names} - sections
 
 
 def shipped() -> list[str]:
@@ -89,12 +117,15 @@ def _resolve(path: Path) -> Path:
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """Build a configuration from nested mappings, as a TOML file holds them, with the same strictness."""
-    return _build(strict_toml.flatten(tree, _ENTRIES, "the configuration"))
+    _take_features(_unknown(tree))
+    with warnings.catch_warnings():  # what a run has stored keeps the names of its time
+        warnings.simplefilter("ignore", FutureWarning)
+        return _build(strict_toml.flatten(tree, _ENTRIES, "the configuration"))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
-    values = {name: get(config, name) for name in _ENTRIES}
+    values = {name: get(config, name) for name in _ENTRIES if _is_written(config, name)}
     values |= {name: entry.to_tree(values[name]) or None for name, entry in TABLES.items()}
     return strict_toml.nested({name: value for name, value in values.items() if value is not None})
 
@@ -103,6 +134,8 @@ def to_toml(config: Config) -> str:
     """Format the whole configuration as TOML, defaults included; an unset key becomes a comment."""
     lines: list[str] = []
     for section, entries in sections().items():
+        if not _is_written(config, entries[0].name):
+            continue
         lines += ["", f"[{section}]"] if section else []
         for entry in entries:
             value, last = get(config, entry.name), entry.name.rpartition(".")[2]
@@ -118,6 +151,12 @@ def to_toml(config: Config) -> str:
 def _tables_to_toml(config: Config, entry: Tables) -> list[str]:
     value = get(config, entry.name)
     return entry.to_toml(value) if value else ["", f"# {entry.title}: {entry.doc}"]
+
+
+def _is_written(config: Config, name: str) -> bool:
+    """Whether a written configuration has the key: of rare features, those that are given."""
+    section = name.partition(".")[0]
+    return section not in FEATURES or get(config, section) in config.features
 
 
 def sections() -> dict[str, list[Key]]:
@@ -154,11 +193,18 @@ def shown(name: str, value: Any) -> str:
     return "unset" if value is None else toml_value(value)
 
 
+def take_every_feature() -> None:
+    """Let the list of keys have those of all installed packages' features."""
+    _take_features(FEATURES.every_name())
+
+
 def parse_arguments(arguments: Sequence[str], options: Sequence[str] = ()) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`.
 
     ``options`` are those of the command, ``"--nproc"``, one of which a misspelt key may be.
     """
+
+    _take_features(_unknown(word[2:].replace("-", "_") for word in arguments if word.startswith("--")))
 
     def hint(name: str) -> str | None:
         near = did_you_mean(name, {option: [option[2:].replace("-", "_")] for option in options})
@@ -171,7 +217,7 @@ def _section(schema: type[_Schema], values: Mapping[str, Any], prefix: str = "")
     """Make a section, and those in it, of checked values by dotted names."""
     hints = typing.get_type_hints(schema)
     found: dict[str, Any] = {}
-    for name in hints:
+    for name in (field.name for field in dataclasses.fields(typing.cast(type, schema))):
         if dataclasses.is_dataclass(hints[name]):
             found[name] = _section(hints[name], values, f"{prefix}{name}.")
         elif (dotted := prefix + key_name(name)) in values:
@@ -182,6 +228,9 @@ def _section(schema: type[_Schema], values: Mapping[str, Any], prefix: str = "")
 def _build(values: Mapping[str, Any]) -> Config:
     checked = {name: _ENTRIES[name].checked(value) for name, value in values.items()}
     config = _section(Config, checked)
+    for name in dict.fromkeys(key.partition(".")[0] for key in checked):
+        if name in FEATURES:
+            config = config.with_section(_section(section_class(name), checked, f"{name}."))
     if config.epochs is None and config.steps is None:
         config = dataclasses.replace(config, epochs=20)
     check_together(config)

@@ -142,8 +142,3 @@ class OptimConfig:
                 f"{cause} has scales for parts of rows, which parallel.tp = {parallel.tp} cuts elsewhere; give "
                 'strategy = "fsdp", which leaves rows whole, or state_dtype = "float32"'
             )
-        if parallel.averaging != "none":
-            yield (
-                f'{cause} leaves ranks with codes of their own, which parallel.averaging = "{parallel.averaging}" '
-                'cannot merge; give state_dtype = "float32"'
-            )

@@ -51,29 +51,9 @@ class ParallelConfig:
         dgc_sparsity: dgc: share of a tensor's elements that a step does not send; 0 sends all.
         dgc_warmup_epochs: dgc: epochs over which the sparsity rises from 0.75 in four stages; 0: none.
         dgc_dense_below: dgc: tensors with fewer elements than this are sent whole.
-        averaging: Averages of the backbone's weights in the place of its gradients: with local_sgd each rank steps by
-            its own gradients, and all average their weights every averaging_period steps; post_local_sgd begins with
-            that at averaging_start_step; hierarchical averages more often within groups of ranks; diloco takes an outer
-            step by what the ranks have changed. The class head stays exact at every step.
-        averaging_period: Steps from one average over all ranks to the next; diloco is published with 500. With
-            asynchronous = half, the steps of a round.
-        averaging_start_step: post_local_sgd: steps of the run before it, in which gradients are averaged.
-        averaging_group_ranks: Consecutive ranks (those of a machine, say) that average their gradients with each other
-            at every step, whatever averaging; a divisor of all ranks; 1: none do.
-        averaging_group_period: hierarchical: steps from one average of weights within such a group to the next, a
-            divisor of averaging_period; 1: their gradients are averaged at every step.
-        outer_lr: diloco: learning rate of the outer optimizer, SGD with Nesterov's momentum.
         head_averaging_period: Steps after which the class tables of head groups (head_ranks), each updated by its own
             group's samples, are averaged; 1: gradients are summed over the groups at every step, and the tables stay
             equal.
-        outer_momentum: diloco: momentum of the outer optimizer.
-        asynchronous: Steps without collectives: each rank holds the whole backbone and class table (head_ranks = 1, in
-            host memory), steps by its own samples, and sends the others what it has changed: full, after every step, in
-            the background; half, once for each round of averaging_period steps, and waits until that is sent; none:
-            ranks step together.
-        staleness: asynchronous: the most steps of any other rank that a step may miss: no rank begins step t before it
-            has what all others changed in their steps before t − staleness, and waits for them else. 0: ranks step
-            together, as with none.
         timeout_seconds: Seconds in which no rank makes progress, after which the run ends and names the ranks that the
             others wait for, with what they are at; after 30 s, or half of it, train.log names them already. Evaluations
             and checkpoints have no limit while some rank works there.
@@ -94,23 +74,12 @@ class ParallelConfig:
     dgc_sparsity: float = key(0.999, least=0, below=1)
     dgc_warmup_epochs: float = key(4.0, least=0)
     dgc_dense_below: int = key(16384, least=1)
-    averaging: str = key("none", choices="plsc.parallel.model_averaging:AVERAGINGS")
-    averaging_period: int = key(8, least=2)
-    averaging_start_step: int = key(1000, least=1)
-    averaging_group_ranks: int = key(1, least=1)
-    averaging_group_period: int = key(1, least=1)
-    outer_lr: float = key(0.7, above=0)
     head_averaging_period: int = key(1, least=1)
-    outer_momentum: float = key(0.9, least=0, below=1)
-    asynchronous: str = key("none", choices=("none", "full", "half"))
-    staleness: int = key(8, least=0)
     timeout_seconds: float = key(600.0, above=0)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
         yield from _of_the_hook(run)
-        yield from _of_averaging(run)
-        yield from _of_asynchronous(run)
         yield from _of_communicators(run)
         if (self.head_averaging_period > 1 or run.head.staleness) and run.head_ranks == 0:
             yield (
@@ -134,11 +103,6 @@ class ParallelConfig:
         from plsc.parallel.gradient_compression import HOOKS
 
         return HOOKS[self.comm_hook].delays_gradients
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether ranks, where there are several, step by themselves."""
-        return self.asynchronous != "none" and self.staleness > 0
 
     @property
     def cuts_weights(self) -> bool:
@@ -171,7 +135,6 @@ def _of_communicators(run: "Config") -> Iterator[str]:
     parallel = run.parallel
     other = {
         "comm_hook": parallel.comm_hook not in ("none", "bf16", "fp16"),
-        "averaging": parallel.averaging != "none",
         "strategy": parallel.strategy not in ("ddp", "zero1", "auto"),
         "tp": parallel.tp > 1,
         "pp": parallel.pp > 1,
@@ -182,90 +145,6 @@ def _of_communicators(run: "Config") -> Iterator[str]:
             f"parallel.communicators = {parallel.communicators} is for DDP's buckets, of which parallel.{found[0]} = "
             f"{getattr(parallel, found[0])!r} has none to share out; leave it out"
         )
-
-
-def _of_averaging(run: "Config") -> Iterator[str]:
-    parallel = run.parallel
-    name, together = parallel.averaging, f'parallel.averaging = "{parallel.averaging}"'
-    if name == "none":
-        return
-    if parallel.comm_hook != "none":
-        yield (
-            f'{together} sends weights and no gradients, which parallel.comm_hook = "{parallel.comm_hook}" would '
-            "compress; give one of them"
-        )
-    if parallel.strategy != "ddp":
-        yield (
-            f"{together} averages whole weights and leaves their states to the ranks, and parallel.strategy is "
-            f'"{parallel.strategy}"; give strategy = "ddp"'
-        )
-    if run.sync_batchnorm:
-        yield (
-            f"{together} lets ranks have different weights, of which sync_batchnorm would mix the statistics, and "
-            "communicates in every layer; leave it out"
-        )
-    if run.optim.clip_head:
-        yield (
-            f"{together} clips each rank's gradient by its own norm, so optim.clip_head has no common norm for the "
-            "class table; leave it out"
-        )
-    if name == "hierarchical" and parallel.averaging_group_ranks == 1:
-        yield f"{together} needs groups; give parallel.averaging_group_ranks, the ranks of a machine"
-    if name == "hierarchical" and parallel.averaging_period % parallel.averaging_group_period:
-        yield (
-            f"parallel.averaging_period = {parallel.averaging_period} is no multiple of averaging_group_period = "
-            f"{parallel.averaging_group_period}; give one"
-        )
-
-
-def _of_asynchronous(run: "Config") -> Iterator[str]:
-    parallel = run.parallel
-    if not parallel.is_asynchronous:
-        return
-    cause = f'parallel.asynchronous = "{parallel.asynchronous}"'
-    if run.head_ranks != 1 or run.head.placement == "device":
-        yield (
-            f"{cause} lets each rank step by a class table of its own, in host memory; give head_ranks = 1, and "
-            'head.placement = "host" or "mmap:FILE"'
-        )
-    if parallel.asynchronous == "half" and parallel.staleness < parallel.averaging_period - 1:
-        yield (
-            f"{cause} sends what parallel.averaging_period = {parallel.averaging_period} steps have changed at once, "
-            f"and parallel.staleness = {parallel.staleness} would wait for a part of them; give "
-            f"{parallel.averaging_period - 1} or more, or a shorter period"
-        )
-    if run.precision == "fp16":
-        yield f'{cause} would give each rank a loss scale of its own; give precision = "bf16"'
-    yield from _beside_asynchronous(run, cause)
-
-
-def _beside_asynchronous(run: "Config", cause: str) -> Iterator[str]:
-    """What is of steps that ranks take together, and what is not made for others."""
-    parallel = run.parallel
-    together = {
-        f'parallel.strategy = "{parallel.strategy}"': parallel.strategy != "ddp",
-        "parallel.tp": parallel.tp > 1,
-        "parallel.pp": parallel.pp > 1,
-        "parallel.comm_hook": parallel.comm_hook != "none",
-        "parallel.communicators": parallel.communicators > 1,
-        "parallel.bucket_mb": parallel.bucket_mb is not None,
-        "parallel.averaging": parallel.averaging != "none",
-        "parallel.head_averaging_period": parallel.head_averaging_period > 1,
-        "head.staleness": run.head.staleness > 0,
-        "sync_batchnorm": run.sync_batchnorm,
-        "checkpoint.every_minutes": run.checkpoint.every_minutes > 0,
-    }
-    for name in (name for name, is_set in together.items() if is_set):
-        yield f"{cause} leaves ranks no step that they take together, which {name} is for; leave one of them out"
-    alone = {
-        "head.journal": run.head.journal,
-        "head.max_classes": run.head.max_classes is not None,
-        "[[table]]": len(run.table) > 0,
-        "compatible.with": bool(run.compatible.with_),
-        "optim.state_dtype": run.optim.state_dtype != "float32",
-    }
-    for name in (name for name, is_set in alone.items() if is_set):
-        yield f"{cause} is not made for {name}; leave one of them out"
 
 
 def _of_the_strategy(run: "Config") -> Iterator[str]:
@@ -323,10 +202,10 @@ def _of_a_pipeline(run: "Config") -> Iterator[str]:
             f"{SHAPES[run.backbone].depth} blocks; give a smaller pp"
         )
     yield from _of_micro_batches(run, parallel.pp_micro_batches or 2 * pp)
-    if parallel.averaging != "none" or parallel.delays_gradients:
+    if parallel.delays_gradients:
         yield (
-            f"{cause} exchanges gradients stage by stage, which averaging, powersgd and dgc do not know; give "
-            'averaging = "none" and comm_hook = "none", "bf16" or "fp16"'
+            f"{cause} exchanges gradients stage by stage, which powersgd and dgc do not know; give "
+            'comm_hook = "none", "bf16" or "fp16"'
         )
     if run.compile:
         yield (
@@ -366,8 +245,6 @@ def _of_tensor_parallelism(run: "Config") -> Iterator[str]:
             "which spreads the optimizer's state too"
         )
     yield from _of_parts(run, cause)
-    if parallel.averaging != "none":
-        yield (f'parallel.averaging = "{parallel.averaging}" averages whole weights; {cause} cuts them; leave one out')
     if run.compile:
         yield f"{cause} splits layers by hooks that torch.compile does not take: leave compile out"
     import torch

@@ -7,18 +7,19 @@ type, default and limits, and its meaning is in the section's docstring; both ar
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from plsc import arcface_torch
-from plsc.config.compatible import CompatibleConfig
 from plsc.config.data import DataConfig
 from plsc.config.head import HeadConfig
 from plsc.config.optim import OptimConfig
 from plsc.config.parallel import ParallelConfig
+from plsc.feature_config import FEATURES, FeatureConfig, section_class, section_name, section_of
 from plsc.nearest import did_you_mean
 from plsc.strict_toml import Table, tables
 from plsc.toml_keys import attribute, key, toml_value
 
+_Section = TypeVar("_Section", bound=FeatureConfig)
 AUTO = "auto"  # the precision that suits the device
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
 EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
@@ -148,8 +149,6 @@ class Config:
         sync_batchnorm: Batch normalisation over all ranks; in fp32 on CPUs, sums over samples then run in float64.
         channels_last: Memory format NHWC, which speeds up convolutions on GPUs.
         compile: Compile the backbone with torch.compile.
-        fp8: Products of a ViT's linear layers in 8-bit floating point, by torchao, on GPUs from Ada and Hopper on; with
-            precision bf16. CPUs emulate them; weights, checkpoints and exports stay as without.
         recompute: Activations that the backward pass computes again, in place of keeping them: every_k, those of every
             recompute_every-th block; budget, those of the blocks that free most memory for the least work, until
             recompute_budget is met. Losses stay the same.
@@ -159,9 +158,6 @@ class Config:
         ema_decay: Decay of the moving average of the backbone's weights, which is then evaluated and exported; 0: off.
         rotation_tta: Evaluate and export the backbone on each image in four rotations, the embeddings concatenated
             (four times the time and length); goes with data.rotation_classes.
-        frozen: Patterns of names of the backbone's weights that are not trained, as layer1.* or *: they keep their
-            values bit for bit, and batch normalisation all of whose weights are frozen keeps its statistics, and
-            applies them.
         non_finite: What a step with a non-finite loss or gradient does: skip leaves everything as it was and goes on,
             stop ends the run. fp16's search for a loss scale, which begins with gradients out of range, counts as
             neither.
@@ -172,6 +168,8 @@ class Config:
             keeps its value.
         table: Class tables over the one backbone, in place of the single one that [head] describes, each with its own
             data. A key that a table does not give has the run's value.
+        features: The sections of rare features that are not at their defaults, in the order of FEATURES; see
+            :meth:`section`.
     """
 
     backbone: str = key("iresnet50", also_called=("model", "arch"), is_fixed=True)
@@ -185,19 +183,16 @@ class Config:
     sync_batchnorm: bool = key(False)
     channels_last: bool = key(False)
     compile: bool = key(False)
-    fp8: bool = key(False)
     recompute: str = key("none", choices=("none", "every_k", "budget"))
     recompute_every: int = key(1, least=1)
     recompute_budget: float = key(0.6, above=0, most=1)
     ema_decay: float = key(0.0, least=0, below=1, renamed_from="ema")
     rotation_tta: bool = key(False, renamed_from="turned_views")
-    frozen: tuple[str, ...] = key((), in_stages=True)
     non_finite: str = key("skip", choices=("skip", "stop"))
     non_finite_kept: int = key(3, least=0)
     max_skipped_steps: int = key(20, least=1)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
-    compatible: CompatibleConfig = dataclasses.field(default_factory=CompatibleConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -205,6 +200,39 @@ class Config:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     stage: tuple[Table, ...] = tables(StageKeys)
     table: tuple[Table, ...] = tables(TableKeys)
+    features: tuple[FeatureConfig, ...] = ()
+
+    def __getattr__(self, name: str) -> FeatureConfig:
+        """The section of a rare feature by its name, as the other sections are attributes."""
+        if name.startswith("_") or name == "features" or FEATURES.find(name) is None:
+            raise AttributeError(f"a configuration has no section {name!r}")
+        return section_of(self.features, section_class(name))
+
+    def section(self, kind: type[_Section]) -> _Section:
+        """The section of a rare feature; its defaults where nothing of it was given."""
+        return section_of(self.features, kind)
+
+    def with_section(self, section: FeatureConfig) -> "Config":
+        """This configuration with another section of a rare feature."""
+        found = {section_name(type(each)): each for each in (*self.features, section)}
+        given = [found[name] for name in FEATURES if name in found]
+        return dataclasses.replace(self, features=tuple(each for each in given if each != type(each)()))
+
+    @property
+    def features_on(self) -> list[FeatureConfig]:
+        """The sections of the rare features that the run has."""
+        sections = [section_of(self.features, section_class(name)) for name in FEATURES]
+        return [section for section in sections if section.is_on(self)]
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether ranks, where there are several, step by themselves."""
+        return any(section.steps_alone for section in self.features_on)
+
+    @property
+    def keeps_rows(self) -> str:
+        """Which rows of the class table no step updates: "", "some" or "all"."""
+        return next((found for section in self.features if (found := section.keeps_rows)), "")
 
     def refusals(self) -> Iterator[str]:
         """Say, one after another, what of this run, without its stages, does not go together."""
@@ -212,10 +240,13 @@ class Config:
             if all(get(self, name) is not None for name in (first, second)):
                 yield f"{first} and {second} are both given; keep one"
         yield from self._of_the_backbone()
-        for section in (self.data, self.optim, self.parallel, self.head, self.compatible):
+        for section in (self.data, self.optim, self.parallel, self.head):
             yield from section.refusals(self)
-        if self.fp8:
-            yield from self._of_fp8()
+        given = {*self.features, *self.features_on}
+        for feature in (section_of(self.features, section_class(name)) for name in FEATURES):
+            yield from feature.refusals(self) if feature in given else ()
+        for feature in self.features_on:
+            yield from _refusals_beside(feature, self)
 
     def _of_the_backbone(self) -> Iterator[str]:
         from plsc.models import exists, names  # imported here: --help needs no backbones
@@ -225,18 +256,6 @@ class Config:
             nearest = did_you_mean(self.backbone, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
             yield f"backbone = {toml_value(self.backbone)} does not exist{f'; {hint}' if hint else nearest}"
 
-    def _of_fp8(self) -> Iterator[str]:
-        """Products in float8 are refused where there are none, or nobody has tried."""
-        from plsc.models.vit import SHAPES
-
-        if self.backbone not in SHAPES:
-            yield f'fp8 is for {", ".join(SHAPES)}, and backbone is "{self.backbone}"; leave fp8 out'
-        if self.precision not in ("bf16", AUTO):
-            yield f'fp8 goes with precision = "bf16", and precision is "{self.precision}"; give "bf16"'
-        for name in ("tp", "pp"):
-            if (ranks := getattr(self.parallel, name)) > 1:
-                yield f"fp8 is not made for parallel.{name} = {ranks}; leave one of them out"
-
 
 def get(config: Config, name: str) -> Any:
     """Return the value of a dotted key."""
@@ -244,3 +263,16 @@ def get(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, attribute(part))
     return value
+
+
+def _refusals_beside(section: FeatureConfig, run: Config) -> Iterator[str]:
+    """What a feature that is on declares not to go with."""
+    for name, reason in section.alone.items():
+        value = get(run, name)
+        if isinstance(value, FeatureConfig):
+            other = value.cause if value.is_on(run) else ""
+        else:
+            given = f"{name} = {toml_value(value)}" if isinstance(value, bool | int | float | str) else f"[[{name}]]"
+            other = "" if value == get(Config(), name) else given
+        if other:
+            yield f"{section.cause} does not go with {other}: {reason}; leave one of them out"

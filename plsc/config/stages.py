@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from plsc.config.sections import Config, get
+from plsc.feature_config import FEATURES
 from plsc.strict_toml import Table
 
 BEGINNING = ("from_step", "from_epoch")
@@ -42,10 +43,7 @@ def stage_configs(config: Config) -> list[Config]:
 
 
 def refusals_of_stages(config: Config) -> Iterator[str]:
-    """Say when stages begin that cannot: what only the data can tell, an epoch's length, is left to the trainer.
-
-    And what does not go with weights that freeze or thaw.
-    """
+    """Say when stages begin that cannot: what only the data can tell, an epoch's length, is left to the trainer."""
     for number, stage in enumerate(config.stage, start=1):
         given = [name for name in BEGINNING if name in stage.values]
         if len(given) != 1:
@@ -65,22 +63,6 @@ def refusals_of_stages(config: Config) -> Iterator[str]:
                     f"stage {number} begins at {name} = {later.values[name]:g}, not after the one before it "
                     f"({earlier.values[name]:g}); put stages in the order in which they begin"
                 )
-    yield from _of_frozen(config)
-
-
-def _of_frozen(config: Config) -> Iterator[str]:
-    """Of weights that freeze or thaw: ranks keep parts of gradients, or have weights of their own."""
-    frozen, parallel = {stage.frozen for stage in stage_configs(config)}, config.parallel
-    if len(frozen) > 1 and parallel.delays_gradients:
-        yield (
-            f'parallel.comm_hook = "{parallel.comm_hook}" keeps back parts of gradients for later steps, so no stage '
-            'can change frozen; give comm_hook = "bf16", or the same frozen to the whole run'
-        )
-    if (len(frozen) > 1 or "*" in config.frozen) and parallel.averaging != "none":
-        yield (
-            f'parallel.averaging = "{parallel.averaging}" moves weights without gradients, so no stage can change '
-            "frozen, and not all can be frozen; leave it out, or give the same frozen to the whole run"
-        )
 
 
 def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -91,4 +73,9 @@ def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
         by_section.setdefault(section, {})[last] = value
     top = by_section.pop("", {})
     sections = {name: dataclasses.replace(get(config, name), **values) for name, values in by_section.items()}
-    return dataclasses.replace(config, **sections, **top)
+    changed = dataclasses.replace(
+        config, **{name: each for name, each in sections.items() if name not in FEATURES}, **top
+    )
+    for section in (each for name, each in sections.items() if name in FEATURES):
+        changed = changed.with_section(section)
+    return changed

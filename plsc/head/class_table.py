@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plsc.head.frozen_rows import FrozenRows
+from plsc.head.kept_rows import KeptRows
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.sampling import places_in
 from plsc.parallel.tensor_shard import TensorShard
@@ -269,11 +269,11 @@ class ClassTable:
         is_resident: whether computation reads and writes the rows in place.
         stored_at: the first row's number in a checkpoint, and all rows there. Of a table that grows it is not
             ``shape``'s, whose numbers stay as they are while the shards before this one grow.
-        frozen: rows that no update changes; None: there is none.
+        kept: rows that no update changes; None: there is none.
     """
 
     is_resident = True
-    frozen: FrozenRows | None = None
+    kept: KeptRows | None = None
 
     def __init__(self, shape: TableShape, weight: Tensor, *, requires_grad: bool = False) -> None:
         self._reserved = weight if shape.capacity else None

@@ -21,7 +21,7 @@ from plsc.head.agreed_keys import any_lack, are_fit, same_keys
 from plsc.head.class_table import SMALLEST_NORM, TableShape
 from plsc.head.dense_rows import DenseRows, evenly_placed, shares
 from plsc.head.first_rows import FirstRows
-from plsc.head.frozen_rows import FrozenKeys, FrozenRows
+from plsc.head.kept_rows import KeptClasses, KeptKeys, KeptRows
 from plsc.head.key_map import KeyMap, Keys
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import Margin
@@ -95,7 +95,7 @@ class DynamicHead(ShardedHead):
         self.expire_after = expire_after
         if expire_after is not None:
             self.expire_after = as_integer(expire_after, "the head's expire_after", 1)
-        self._frozen_keys: FrozenKeys | None = None
+        self._kept_keys: KeptKeys | None = None
         super().__init__(dim, max_classes, mesh, margin, **options)
         if self.admit_after > 1 and self.margin.changes_negatives:
             raise UsageError(
@@ -123,17 +123,18 @@ class DynamicHead(ShardedHead):
     def _shard_capacity(self) -> int:
         return -(-self.max_classes // self.mesh.head.world_size)
 
-    def _frozen(self, value: str | Sequence[int] | Tensor) -> FrozenRows:
-        self._frozen_keys = FrozenKeys(value)
-        are_all, rows = self._frozen_keys.are_all, self._shard_capacity * self.centers
-        return FrozenRows(torch.full((rows,), are_all, device=self.mesh.device), are_all)
+    def keep(self, classes: KeptClasses) -> None:
+        """See :meth:`plsc.ShardedHead.keep`; by keys, whenever their rows come."""
+        self._kept_keys = classes.by_key()
+        are_all, rows = self._kept_keys.are_all, self._shard_capacity * self.centers
+        self.softmax.table.kept = KeptRows(torch.full((rows,), are_all, device=self.mesh.device), are_all)
 
-    def _renew_frozen(self) -> None:
-        """Let the rows that frozen keys have now be frozen."""
-        frozen, keys = self.softmax.table.frozen, self._frozen_keys
-        if frozen is not None and keys is not None and not keys.are_all:
+    def _renew_kept(self) -> None:
+        """Let the rows that kept keys have now be kept."""
+        kept, keys = self.softmax.table.kept, self._kept_keys
+        if kept is not None and keys is not None and not keys.are_all:
             shards, classes = self.key_map.find(keys.among(self.key_map))
-            frozen.set_classes(classes[shards == self.mesh.head.rank], self.centers)
+            kept.set_classes(classes[shards == self.mesh.head.rank], self.centers)
 
     def _table_shape(self, shape: TableShape) -> TableShape:
         capacity = self._shard_capacity * self.centers
@@ -180,7 +181,7 @@ class DynamicHead(ShardedHead):
             names: of a data set's classes, such as ``dataset.class_names``; None: labels are keys.
         """
         self._names, self._label_keys = names, None if names is None else self.key_map.keys_of(names)
-        self._renew_frozen()
+        self._renew_kept()
 
     @property
     def names(self) -> Sequence[str]:
@@ -284,7 +285,7 @@ class DynamicHead(ShardedHead):
         self.key_map.add(keys, shards, classes, self.steps)
         own = shards == self.mesh.head.rank
         self._resize(counts)
-        self._renew_frozen()
+        self._renew_kept()
         self._write(classes[own], values[torch.from_numpy(own)])
 
     # Classes that go, or change their keys.
@@ -332,7 +333,7 @@ class DynamicHead(ShardedHead):
         (shard,), (place,) = self.key_map.find(np.array([into]))
         self.key_map.add(others, np.full(len(others), shard), np.full(len(others), place), self.steps)
         self.key_map.enter_names(names)
-        self._renew_frozen()
+        self._renew_kept()
         if shard == self.mesh.head.rank:
             self._write(np.array([place]), mean[None], keeps_state=True)
 
@@ -366,7 +367,7 @@ class DynamicHead(ShardedHead):
         self._rows_of_all(pair[:1])
         self._refuse_known(pair[1:])
         self.key_map.renamed(old, new)
-        self._renew_frozen()
+        self._renew_kept()
 
     def rows_of(self, keys: Tensor | Sequence[int]) -> Tensor:
         """Return the rows (m, K, D) of ``keys`` (m,) in the table's dtype, on the CPU, on every rank; all call.

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from plsc.arguments import as_integer
 from plsc.errors import UsageError
 from plsc.losses.margins import Margin, TargetLogit
 
@@ -45,45 +46,53 @@ class Normalized:
 
 
 @dataclass(frozen=True)
-class MultiLabel:
-    """How the losses of a sample's labels are formed.
+class LabelOptions:
+    """How the losses of a sample's labels are formed; ``plsc.LabelOptions``.
 
     Attributes:
-        positives: "excluded" leaves all labels of a sample out of each other's sums: the loss of p is
-            log(exp(a_p) + N) − a_p. "kept" has them in: log(exp(a_p) + Σ exp(z_q) over q ≠ p of P + N) − a_p.
-        reduction: of a sample's labels: "mean" or "sum".
-        per_step: how many labels of a sample are drawn to count in a step; None: all. The others stay its labels.
+        positives: of samples with several labels P, labels (b, K): with "excluded" the loss of label p, m being the
+            margin, is log(exp(m(z_p)) + Σ exp(z_j) over j outside of P) − m(z_p); with "kept" the sum has all j ≠ p.
+            One pass computes each score once, however many labels there are.
+        label_reduction: of a sample's losses: "mean" or "sum" over its labels. The batch's loss is the mean over
+            samples that have a label.
+        labels_per_step: how many of a sample's labels, drawn anew, have a loss in a step; None: all. The others stay
+            its labels: "excluded" leaves them out of the sums, and samplers have them in the sample.
+
+    Raises:
+        UsageError: an option is out of its range.
     """
 
     positives: Positives = "excluded"
-    reduction: Reduction = "mean"
-    per_step: int | None = None
+    label_reduction: Reduction = "mean"
+    labels_per_step: int | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("positives", get_args(Positives)), ("reduction", get_args(Reduction))):
+        for name, choices in (("positives", get_args(Positives)), ("label_reduction", get_args(Reduction))):
             value = getattr(self, name)
             if value not in choices:
-                shown = "label_reduction" if name == "reduction" else name
-                raise UsageError(f"{shown} must be {' or '.join(choices)}, not {value!r}")
+                raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+        if self.labels_per_step is not None:
+            drawn = as_integer(self.labels_per_step, "the head's labels_per_step", 1)
+            object.__setattr__(self, "labels_per_step", drawn)
 
     def draws(self, labels: Tensor) -> bool:
         """Whether fewer than the K labels (b, K) of a sample count in a step."""
-        return self.per_step is not None and self.per_step < labels.shape[1]
+        return self.labels_per_step is not None and self.labels_per_step < labels.shape[1]
 
     def weights(self, labels: Tensor, given: Tensor | None, keys: Tensor | None) -> Tensor:
         """The weights w (b, K) float64 of distinct ``labels``; 0 where there is none, or where it is not drawn.
 
         Args:
             labels: (b, K), see :func:`distinct`.
-            given: (b, K) by the caller, not negative, in place of those of ``reduction``.
+            given: (b, K) by the caller, not negative, in place of those of ``label_reduction``.
             keys: (b, K) uniform random numbers, the largest of which are drawn; None: all labels count.
         """
         counts = labels >= 0
-        if keys is not None and self.per_step is not None:
-            kept = torch.where(counts, keys, -1).topk(self.per_step, dim=1).indices
+        if keys is not None and self.labels_per_step is not None:
+            kept = torch.where(counts, keys, -1).topk(self.labels_per_step, dim=1).indices
             counts = counts & torch.zeros_like(counts).scatter_(1, kept, True)
         weights = counts.double() if given is None else torch.where(counts, given.double(), 0)
-        if given is None and self.reduction == "mean":
+        if given is None and self.label_reduction == "mean":
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
         return weights
 
@@ -128,7 +137,7 @@ class MultiLabel:
 def normalize_each(labels: Tensor, weights: Tensor, target: TargetLogit, s: float, log_n: Tensor) -> Normalized:
     """The losses log(exp(a_p) + N_p) − a_p of labels that have negatives N_p each, log_n (b·K,) being their logarithms.
 
-    Arguments as for :meth:`MultiLabel.normalize`. Where labels are "kept", N_p has the sample's other ones in it.
+    Arguments as for :meth:`LabelOptions.normalize`. Where labels are "kept", N_p has the sample's other ones in it.
     """
     logit = target.phi * s
     log_z = torch.logaddexp(log_n.view_as(logit), logit)
@@ -142,7 +151,7 @@ def separate(labels: Tensor, weights: Tensor, target: TargetLogit, s: float, log
     """The loss log(1 + N) + log(1 + Σ exp(−a_p)), whose two terms know nothing of each other.
 
     Source: An et al., Multi-label Cluster Discrimination, ECCV 2024, the loss L_MLCD of section 3. Arguments as for
-    :meth:`MultiLabel.normalize`; labels whose weight is 0 (not drawn) are left out, and other weights do not matter.
+    :meth:`LabelOptions.normalize`; labels whose weight is 0 (not drawn) are left out, and other weights do not matter.
     """
     exists, counts = labels >= 0, weights > 0
     has_label = counts.any(1)

@@ -24,6 +24,21 @@ from plsc.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
+class NegativeFilterOptions:
+    """From which cosine of two rows on their classes are no negatives of each other.
+
+    PyTorch makes the passes then, with one product more each and logits in memory, and K labels a sample cost as K
+    samples do. Moves 2·b·K·D more of the table's numbers per rank.
+
+    Attributes:
+        negative_filter: a class that is as close to a label's, by the nearest pair of their sub-centres, is left out of
+            the label's softmax. The choice is a constant: no gradient goes through it. None: all classes are negatives.
+    """
+
+    negative_filter: float | None = None
+
+
+@dataclass(frozen=True)
 class NegativeFilter:
     """The classes of B samples' labels, which a pass compares with every class that it visits.
 

@@ -11,7 +11,7 @@ It may come late: groups then keep going while the network adds up, and take in 
 after they were read (W ← W + mean − own, as in Paddle's Geo-SGD, which divides differences by the number of trainers
 too). Averages of differences and of rows are the same then, and need no copy of the rows as they were.
 
-A further exchange is a class here and its line in :meth:`ExchangeOptions.make`.
+A further exchange is a class here and its line in :meth:`ReplicaOptions.make`.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from plsc.arguments import as_integer
 from plsc.errors import UsageError
 from plsc.head.backends.torch_backend import rounding_bits, write_rows
 from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState
@@ -36,8 +37,14 @@ _SALT = 0x5BD1E995  # random bits other than those of the update of the same num
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
-    """What replicas exchange; attributes are :class:`plsc.ShardedHead`'s arguments.
+class ReplicaOptions:
+    """What replicas of a table exchange, where the mesh has head groups; ``plsc.ReplicaOptions``.
+
+    Attributes:
+        averaging_period: steps after which replicas that step by their own samples' gradients are averaged, weights
+            and optimizer state; 1: they sum their gradients at every step, and stay equal.
+        staleness: steps after which such an average comes in, at most ``averaging_period``; groups keep going
+            meanwhile. 0: they wait for it. For tables that are not on the device, as it is added up in host memory.
 
     Raises:
         UsageError: a value is out of its range.
@@ -47,6 +54,8 @@ class ExchangeOptions:
     staleness: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("averaging_period", "staleness"):
+            object.__setattr__(self, name, as_integer(getattr(self, name), f"the head's {name}"))
         period, staleness = self.averaging_period, self.staleness
         if period < 1 or not 0 <= staleness <= period:
             raise UsageError(
@@ -120,7 +129,7 @@ class ReplicaExchange:
 
     steps_apart = False
 
-    def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
+    def __init__(self, table: ClassTable, replicas: Mesh, options: ReplicaOptions) -> None:
         self._table, self._replicas, self.options = table, replicas, options
         self.sent_bytes = 0
 
@@ -193,7 +202,7 @@ class ReplicaAveraging(ReplicaExchange):
 
     steps_apart = True
 
-    def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
+    def __init__(self, table: ClassTable, replicas: Mesh, options: ReplicaOptions) -> None:
         super().__init__(table, replicas, options)
         self._changed: list[Tensor | None] = []  # classes of the steps since the last average was read
         self._steps = 0  # since then
@@ -307,7 +316,7 @@ def _values(chunk: Chunk, averages: Averages) -> Tensor:
 
 
 def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: ClassTable) -> None:
-    """Move a chunk's rows and state by ``mean`` − ``own``, but for frozen ones.
+    """Move a chunk's rows and state by ``mean`` − ``own``, but for those that no update changes.
 
     What has not changed since ``own`` was read becomes the mean itself, to the last bit: the same on all replicas.
     Second moments, which decay meanwhile, must not become negative.
@@ -317,7 +326,7 @@ def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: C
     weight, *states = moved.split(chunk.weight.shape[1], dim=1)
     tables = averages.state.of(chunk)
     bits = rounding_bits(chunk, tables, averages.seed ^ _SALT, averages.step, table.first_row)
-    with nullcontext() if table.frozen is None else table.frozen.kept(chunk, tables):
+    with nullcontext() if table.kept is None else table.kept.kept(chunk, tables):
         write_rows(chunk, weight, bits, averages.rounding)
         for (name, rows), values in zip(tables.items(), states, strict=True):
             rows.write(chunk.index, values.clamp(min=0) if name == "second_moment" else values, bits)

@@ -1,10 +1,9 @@
 """ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
 
 import logging
-import numbers
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,15 @@ from plsc.head.backends import HeadShape, agree_on_shape, choose_backend, fall_b
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
-from plsc.head.frozen_rows import FrozenRows
 from plsc.head.journaled_table import JournaledTable
-from plsc.head.multi_label import MultiLabel, Positives, Reduction, check_labels_join
-from plsc.head.negative_filter import check_negative_filter
-from plsc.head.replicas import ExchangeOptions
+from plsc.head.kept_rows import KeptClasses
+from plsc.head.multi_label import LabelOptions, check_labels_join
+from plsc.head.negative_filter import NegativeFilterOptions, check_negative_filter
+from plsc.head.options import Options, TableOptions, check_sample_rate
+from plsc.head.replicas import ReplicaOptions
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
-from plsc.head.storage import TableStorage
+from plsc.head.storage import JournalOptions, TableStorage
 from plsc.head.undo_journal import UndoJournal
 from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_gather_object, all_reduce_sum
@@ -60,47 +60,13 @@ class ShardedHead(nn.Module):
             part in a step (Partial FC); 0 takes positives only. Rows that take no part are neither read nor moved.
         weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update), as a dtype or its name.
         momentum_dtype: of the optimizer's state: float64, float32, bfloat16, int8, or None for no momentum.
-        centers: sub-centres K per class; a class's cosine is that of its nearest (Deng et al., ECCV 2020).
-        seed: of first weights, sampling and rounding.
-        update: "fused" lets the head's optimizers do pass 2 and the step, chunk by chunk; "autograd" leaves
-            ``weight.grad`` for any optimizer instead.
-        chunk_classes: classes per chunk; by default chosen from the batch and the device. Results depend on it
-            by the order of float32 sums at most.
-        placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
-            "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
-            working memory of this run, and without ``journal`` overwritten by the next. From host and file, rows
-            come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
-            "device", bit for bit. 1/norms and int8 scales of a mapped table stay in memory.
-        journal: of a mapped file, keep the values that rows had at the last savepoints (:meth:`set_savepoint`), so that
-            the files are a checkpoint of the table: a head that is made over them again goes on after
-            :meth:`roll_back`, whatever killed the process.
-        backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
-        averaging_period: steps after which replicas (head groups) that step by their own samples' gradients are
-            averaged, weights and optimizer state; 1: they sum their gradients at every step, and stay equal.
-        staleness: steps after which such an average comes in, at most ``averaging_period``; groups keep going
-            meanwhile. 0: they wait for it. For tables that are not on the device, as it is added up in host memory.
-        fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
-            of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
-            three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
-        positives: of samples with several labels P, labels (b, K): with "excluded" the loss of label p, m being the
-            margin, is log(exp(m(z_p)) + Σ exp(z_j) over j outside of P) − m(z_p); with "kept" the sum has all j ≠ p.
-            One pass computes each score once, however many labels there are.
-        label_reduction: of a sample's losses: "mean" or "sum" over its labels. The batch's loss is the mean over
-            samples that have a label.
-        labels_per_step: how many of a sample's labels, drawn anew, have a loss in a step; None: all. The others stay
-            its labels: "excluded" leaves them out of the sums, and samplers have them in the sample.
-        negative_filter: the cosine of two rows from which on their classes are no negatives of each other: a class that
-            is as close to a label's, by the nearest pair of their sub-centres, is left out of the label's softmax. The
-            choice is a constant: no gradient goes through it. arcface_torch's ``interclass_filtering_threshold`` is
-            another thing: it compares a class with the sample. PyTorch makes the passes then, with one product more
-            each and logits in memory, and K labels a sample cost as K samples do. Moves 2·b·K·D more of the table's
-            numbers per rank. None: all classes are negatives.
-        frozen_rows: classes that stay in the softmax and are not updated: their rows and the optimizer's state of them
-            keep their bits. "all" (pass 2 is left out then), "START:STOP" (STOP is the first that trains), FILE.npy of
-            class numbers, or these. Beside rows that train, they take a copy of each chunk while it is updated, and
-            Triton's update a launch of its own. None: all rows train.
+        options: groups of rarer options: :class:`plsc.TableOptions`, :class:`plsc.LabelOptions`,
+            :class:`plsc.ReplicaOptions`, and those of rare features (docs/features).
+        **keywords: fields of such groups by their names: ``centers=3`` is short for
+            ``options=[plsc.TableOptions(centers=3)]``.
 
-    All of these but ``weight_dtype``, ``chunk_classes`` and ``backend`` are attributes, as given. The others:
+    Arguments but ``weight_dtype`` and ``options``, and the fields of groups but ``chunk_classes`` and ``backend``, are
+    attributes, as given. The others:
 
     Attributes:
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
@@ -129,78 +95,70 @@ class ShardedHead(nn.Module):
         sample_rate: float = 1.0,
         weight_dtype: torch.dtype | str = torch.float32,
         momentum_dtype: torch.dtype | str | None = torch.float32,
-        centers: int = 1,
-        seed: int = 0,
-        update: Literal["fused", "autograd"] = "fused",
-        chunk_classes: int | None = None,
-        placement: str = "device",
-        journal: bool = False,
-        backend: str | None = None,
-        fp32_precision: str = "ieee",
-        averaging_period: int = 1,
-        staleness: int = 0,
-        positives: Positives = "excluded",
-        label_reduction: Reduction = "mean",
-        labels_per_step: int | None = None,
-        negative_filter: float | None = None,
-        frozen_rows: str | Sequence[int] | Tensor | None = None,
+        options: Sequence[object] = (),
+        **keywords: Any,
     ) -> None:
         super().__init__()
-        dim, num_classes = as_integer(dim, "the head's dim", 1), as_integer(num_classes, "the head's num_classes", 1)
-        centers, seed = as_integer(centers, "the head's centers", 1), as_integer(seed, "the head's seed")
-        if chunk_classes is not None:
-            chunk_classes = as_integer(chunk_classes, "the head's chunk_classes", 1)
-        if labels_per_step is not None:
-            labels_per_step = as_integer(labels_per_step, "the head's labels_per_step", 1)
-        multi_label = MultiLabel(positives, label_reduction, labels_per_step)
-        _check_sample_rate(sample_rate)
-        if update not in ("fused", "autograd"):
-            raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
-        if placement != "device" and update != "fused":
-            raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
-        storage = TableStorage.of(weight_dtype, momentum_dtype, placement, journal)
-        exchange = ExchangeOptions(
-            as_integer(averaging_period, "the head's averaging_period"), as_integer(staleness, "the head's staleness")
-        )
-        exchange.check(storage, updates=update == "fused")
-        self.dim, self.num_classes, self.centers = dim, num_classes, centers
+        self.dim = as_integer(dim, "the head's dim", 1)
+        self.num_classes = as_integer(num_classes, "the head's num_classes", 1)
+        check_sample_rate(sample_rate)
+        groups = Options(options, keywords)
+        of_table, labels, replicas = groups.get(TableOptions), groups.get(LabelOptions), groups.get(ReplicaOptions)
+        storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, groups.get(JournalOptions).journal)
+        replicas.check(storage, updates=of_table.update == "fused")
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
-        check_negative_filter(negative_filter, self.margin)
-        check_labels_join(self.margin, positives, label_reduction)
-        self.negative_filter = negative_filter
-        self.sample_rate, self.seed, self.update = sample_rate, seed, update
-        self.momentum_dtype, self.placement, self.journal = storage.momentum_dtype, placement, journal
-        self.fp32_precision = _to_fp32_precision(fp32_precision)
-        self.averaging_period, self.staleness = exchange.averaging_period, exchange.staleness
-        self.positives, self.label_reduction, self.labels_per_step = positives, label_reduction, labels_per_step
-        self._weight_dtype, self._requested_backend = storage.weight_dtype, backend
+        self.sample_rate, self.momentum_dtype = sample_rate, storage.momentum_dtype
+        self._take_options(of_table, labels, replicas, groups.get(JournalOptions), groups.get(NegativeFilterOptions))
+        self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
-        if self.mesh.rank == 0 and not isinstance(self, AbsentHead):
-            _LOG.info("class head: %s", self.backend.describe())
         self.class_range = first, stop = self._own_classes()
-        shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
+        centers, seed = self.centers, self.seed
+        shape = TableShape((stop - first) * centers, self.dim, first * centers, num_classes * centers, centers, seed)
         shape = self._table_shape(shape)
-        table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
-        if frozen_rows is not None:
-            if update != "fused":
-                raise UsageError('frozen_rows are kept by the head\'s own optimizers: give update="fused"')
-            table.frozen = self._frozen(frozen_rows)
-        self.frozen_rows = frozen_rows
+        table = storage.make(shape, self.mesh, requires_grad=self.update == "autograd")
         self.weight = table.parameter
-        sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
-        replicas = exchange.make(table, self.mesh.replicas)
         self.softmax = ShardedSoftmax(
-            self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas, multi_label, negative_filter
+            self.mesh,
+            self.margin,
+            table,
+            self.backend,
+            ClassSampler(first, stop, sample_rate, seed, self.mesh.device),
+            of_table.chunk_classes,
+            replicas.make(table, self.mesh.replicas),
+            labels,
+            self.negative_filter,
         )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
+        for feature in groups.features:
+            feature.attach(self)
+
+    def _take_options(
+        self,
+        table: TableOptions,
+        labels: LabelOptions,
+        replicas: ReplicaOptions,
+        journal: JournalOptions,
+        negatives: NegativeFilterOptions,
+    ) -> None:
+        """Check the options against the margin, and keep them as attributes."""
+        check_negative_filter(negatives.negative_filter, self.margin)
+        check_labels_join(self.margin, labels.positives, labels.label_reduction)
+        self.centers, self.seed, self.update, self.placement = table.centers, table.seed, table.update, table.placement
+        self.fp32_precision = _to_fp32_precision(table.fp32_precision)
+        self.averaging_period, self.staleness = replicas.averaging_period, replicas.staleness
+        self.positives, self.label_reduction = labels.positives, labels.label_reduction
+        self.labels_per_step = labels.labels_per_step
+        self.journal, self.negative_filter = journal.journal, negatives.negative_filter
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
 
-    def _frozen(self, value: str | Sequence[int] | Tensor) -> FrozenRows:
-        return FrozenRows.of(value, self.num_classes, self.class_range, self.centers, self.mesh.device)
+    def keep(self, classes: KeptClasses) -> None:
+        """Let no update change the rows of ``classes`` from now on."""
+        found = classes.by_number(self.num_classes, self.class_range, self.centers, self.mesh.device)
+        self.softmax.table.kept = found
 
     @property
     def _most_classes(self) -> int:
@@ -320,7 +278,7 @@ class ShardedHead(nn.Module):
         Raises:
             UsageError: it is no share; batches wait for the optimizer.
         """
-        _check_sample_rate(sample_rate)
+        check_sample_rate(sample_rate)
         self._refuse_while_batches_wait("sample_rate")
         self.sample_rate = sample_rate
         self.softmax.sampler = replace(self.softmax.sampler, rate=sample_rate)
@@ -343,8 +301,7 @@ class ShardedHead(nn.Module):
             self.negative_filter is not None,
         )
         backend = choose_backend(shape, requested=self._requested_backend)
-        if not isinstance(self, AbsentHead):
-            agree_on_shape(backend, shape, self.mesh)
+        self._agree_on(backend, shape)
         if self.mesh.replicas.world_size == 1:
             return backend
         everyone, shards = all_gather_object((backend.name, _processor(self.mesh.device)), self.mesh), self.mesh.head
@@ -359,6 +316,12 @@ class ShardedHead(nn.Module):
             return backend
         # replicas sum gradients chunk by chunk
         return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
+
+    def _agree_on(self, backend: TorchBackend, shape: HeadShape) -> None:
+        """Make sure that all ranks compute the same head; every rank that holds classes calls."""
+        agree_on_shape(backend, shape, self.mesh)
+        if self.mesh.rank == 0 and not hasattr(self, "softmax"):
+            _LOG.info("class head: %s", backend.describe())
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""
@@ -447,6 +410,9 @@ class AbsentHead(ShardedHead):
     def _own_classes(self) -> tuple[int, int]:
         return 0, 0
 
+    def _agree_on(self, backend: TorchBackend, shape: HeadShape) -> None:
+        """Nothing: the head is computed elsewhere."""
+
     def forward(
         self,
         embeddings: Tensor,
@@ -468,12 +434,6 @@ def _to_fp32_precision(value: str) -> Fp32Precision:
         if value == precision:
             return precision  # type: ignore[no-any-return]
     raise UsageError(f"fp32_precision must be one of {', '.join(get_args(Fp32Precision))}, not {value!r}")
-
-
-def _check_sample_rate(sample_rate: object) -> None:
-    """UsageError unless ``sample_rate`` is a number from 0 to 1."""
-    if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
-        raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
 
 
 def _processor(device: torch.device) -> str:

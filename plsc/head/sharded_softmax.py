@@ -29,7 +29,7 @@ from plsc.head.class_table import (
     overlapped_chunk_size,
 )
 from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels, target_cosines
-from plsc.head.multi_label import MultiLabel, Normalized, concatenated, normalize_each, separate
+from plsc.head.multi_label import LabelOptions, Normalized, concatenated, normalize_each, separate
 from plsc.head.negative_filter import concatenated_filters, gather_filter
 from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.replicas import ReplicaExchange
@@ -71,7 +71,7 @@ class ShardedSoftmax:
         sampler: ClassSampler,
         chunk_classes: int | None,
         exchange: ReplicaExchange,
-        multi_label: MultiLabel,
+        multi_label: LabelOptions,
         negative_filter: float | None = None,
     ) -> None:
         self.exchange, self.multi_label, self.negative_filter = exchange, multi_label, negative_filter
@@ -321,13 +321,13 @@ class ShardedSoftmax:
     ) -> None:
         """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls.
 
-        Frozen rows stay as they are.
+        Rows that the table keeps stay as they are.
         """
-        frozen = self.table.frozen
-        if frozen is not None:
-            if frozen.are_all:
+        kept = self.table.kept
+        if kept is not None:
+            if kept.are_all:
                 return
-            updater = frozen.updater(updater)
+            updater = kept.updater(updater)
         if self.exchange.sums:
             for chunk, gradient in self.gradient_chunks(pending, state):
                 updater(chunk, gradient, state.of(chunk), step)

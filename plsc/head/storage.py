@@ -23,6 +23,19 @@ _MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STA
 
 
 @dataclass(frozen=True)
+class JournalOptions:
+    """Whether a mapped table's files are a checkpoint of it.
+
+    Attributes:
+        journal: keep the values that rows had at the last savepoints (:meth:`plsc.ShardedHead.set_savepoint`), so that
+            a head that is made over the files again goes on after :meth:`plsc.ShardedHead.roll_back`, whatever killed
+            the process.
+    """
+
+    journal: bool = False
+
+
+@dataclass(frozen=True)
 class TableStorage:
     """The storage of a class table and of its optimizer's state; attributes are :class:`plsc.ShardedHead`'s arguments.
 

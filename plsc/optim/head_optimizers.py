@@ -14,15 +14,13 @@ from torch import Tensor
 from plsc.errors import PlscError, UsageError
 from plsc.head.backends import choose_updater
 from plsc.head.backends.self_check import Shard
-from plsc.head.backends.torch_backend import squared_norm
+from plsc.head.backends.torch_backend import Updater, squared_norm
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.replicas import Averages
 from plsc.head.sharded_head import ShardedHead
-from plsc.head.table_changes import TableChanges
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
-from plsc.parallel.mesh import Mesh
 from plsc.parallel.tensor_shard import TensorShard
 
 
@@ -114,7 +112,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             step = self._step(skip=None if decided else verdict.flag)
             self._softmax.update_rows(self._pending.batches, self._state, self._updater, step)
             self._table.norms_are_current()
-        self._softmax.exchange.after_step(self._averages())
+        self._softmax.exchange.after_step(self.averages())
         self._pending.clear()
         self.head.end_step()
         return loss
@@ -141,15 +139,14 @@ class HeadOptimizer(torch.optim.Optimizer):
 
         The period begins anew. Every rank calls; does nothing for other tables.
         """
-        self._softmax.exchange.finish(self._averages())
+        self._softmax.exchange.finish(self.averages())
 
-    def share_changes(self, replicas: Mesh) -> TableChanges:
-        """Record from now on what steps change, for ``replicas``, which hold the same table and step by themselves."""
-        changes = TableChanges(self._table, replicas, self._averages)
-        self._updater = changes.recording(self._updater)
-        return changes
+    def wrap_updater(self, wrap: Callable[[Updater], Updater]) -> None:
+        """Let what ``wrap`` returns of it take the place of what updates a chunk, from the next step on."""
+        self._updater = wrap(self._updater)
 
-    def _averages(self) -> Averages:
+    def averages(self) -> Averages:
+        """What averages and changes of replicas need of this optimizer now."""
         return Averages(self._state, self.rounding, self.head.seed, self._number)
 
     @torch.no_grad()
@@ -166,8 +163,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
-                if self._table.frozen is not None:
-                    gradient.masked_fill_(self._table.frozen.in_chunk(chunk)[:, None], 0)
+                if self._table.kept is not None:
+                    gradient.masked_fill_(self._table.kept.in_chunk(chunk)[:, None], 0)
                 total += squared_norm(gradient, chunk)
         return all_reduce_sum(total, self.head.mesh.head).sqrt()
 

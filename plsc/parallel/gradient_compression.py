@@ -6,7 +6,7 @@ arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up
 
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.ddp import ExchangeOptions as ExchangeOptions
 from plsc.parallel.strategies.ddp import GradientExchange as GradientExchange
+from plsc.parallel.strategies.ddp import in_memory_order
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
@@ -87,7 +88,7 @@ class PowerSGD(GradientExchange):
             future.wait()
         return future
 
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Begin anew, with no error to feed back, after a step that was not finite. The host waits, as in the hook."""
         if self._torch_state.error_dict and bool(skip):
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
@@ -136,6 +137,7 @@ class DeepGradientCompression(GradientExchange):
 
     delays_gradients = True
     keeps_state = True
+    keeps: ClassVar[Mapping[str, str]] = {"residual": "gradients that were not sent yet (parallel.comm_hook)"}
 
     def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
         super().__init__(mesh, module, options)
@@ -246,7 +248,7 @@ class DeepGradientCompression(GradientExchange):
             sent, places = rank.chunk(2)
             buffer.index_add_(0, places, sent.view(torch.float32).to(buffer), alpha=1 / self._mesh.world_size)
 
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Keep momentum and residual of this step, or those before it, by the device's own decision."""
         for parameter, (momentum, residual) in self._pending.items():
             for kept, changed in ((self._momentum, momentum), (self._residual, residual)):
@@ -316,8 +318,3 @@ def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:
 
 def _sent_elements(parameter: nn.Parameter, sparsity: float) -> int:
     return max(1, round(parameter.numel() * (1 - sparsity)))
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """View a dense tensor of any memory format as (numel,), as DDP's buckets lay its gradient out."""
-    return tensor.as_strided((tensor.numel(),), (1,))

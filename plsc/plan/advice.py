@@ -86,7 +86,7 @@ def profile_of(run: PlanConfig) -> BackboneProfile:
     """Return the backbone's profile, computed once for each batch, size, precision and set of frozen weights."""
     config = run.config
     kept = ("recompute", "recompute_every", "recompute_budget")
-    same = ("backbone", "embedding_dim", "precision", "frozen", "stage", *kept)
+    same = ("backbone", "embedding_dim", "precision", "features", "stage", *kept)
     alike = Config(
         **{name: getattr(config, name) for name in same},
         init_weights=config.init_weights if config.backbone.startswith("timm:") else "",
@@ -112,10 +112,12 @@ def largest_classes(run: PlanConfig, hardware: Hardware) -> int:
 
 @functools.cache
 def _profile(config: Config, keep_gradients: bool) -> BackboneProfile:
-    from plsc.train.components import freeze_for_good, make_backbone
+    from plsc.train.components import make_backbone
+    from plsc.train.feature import overriding
 
     backbone = make_backbone(config)
-    freeze_for_good(config, backbone)
+    for prepare in overriding((section.make(config) for section in config.features_on), "prepare"):
+        prepare(backbone)
     # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
     size = config.data.preprocessing.image_size
     return profile_backbone(backbone, config.data.batch_size, size, config.precision, keep_gradients=keep_gradients)

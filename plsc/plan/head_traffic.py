@@ -130,7 +130,7 @@ def _second(step: _Step) -> int:
 
 def _updated(step: _Step) -> int:
     """The update of rows whose gradient is stored: it, all of a row there and back, their numbers in the shard."""
-    copied = 7 * step.state if step.run.config.head.frozen_rows else 0  # copies made, read, chosen from, and stored
+    copied = 7 * step.state if step.run.config.keeps_rows else 0  # copies made, read, chosen from, and stored
     return step.updated * (step.dim * _FLOAT + 2 * step.state + copied + _local_numbers(step))
 
 

@@ -16,12 +16,12 @@ from plsc.head.backends.triton_shape import computed as stored_from
 from plsc.head.backends.triton_stored import row_options, summed_classes
 from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
-from plsc.head.frozen_rows import COPIED_ROWS
+from plsc.head.kept_rows import COPIED_ROWS
 from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
-from plsc.plan.plan_config import OLD_CENTRES, PlanConfig
+from plsc.plan.plan_config import PlanConfig
 from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
@@ -82,7 +82,7 @@ def row_bytes(config: Config) -> dict[str, int]:
 
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
-    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False, frozen_rows=None))
+    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False), features=())
     head = make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
@@ -107,8 +107,8 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
     kept, stored, host = Counter[str](), backbone.stored, 0
     for table in run.tables if has_head else ():
         parts = {name: size * table.rows for name, size in row_bytes(table.config).items()}
-        if table.name == OLD_CENTRES:  # no checkpoint holds them: they are read from their own source
-            kept["old class centres"] = sum(parts.values())
+        if table.is_fixed:  # no checkpoint holds them: they are read from their own source
+            kept[table.name] = sum(parts.values())
             continue
         stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.head.journal)
         if table.placement != "device":
@@ -175,14 +175,14 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
 
 def _kept(run: PlanConfig) -> int:
     """Of rows that are updated beside frozen ones: copies of all that is stored of them, and the weights chosen."""
-    if run.config.head.frozen_rows is None:
+    if not run.config.keeps_rows:
         return 0
     return min(COPIED_ROWS, run.updated_rows) * (sum(row_bytes(run.config).values()) + run.dim * run.weight_width)
 
 
 def _waiting(run: PlanConfig) -> int:
     """What pass 2 needs of each micro-batch: its embeddings, gathered, the rows of its filter, and sampled classes."""
-    if run.name == OLD_CENTRES:  # there is no pass 2
+    if run.is_fixed:  # there is no pass 2
         return 0
     embeddings = run.group_batch * run.dim * run.weight_width * (1 + run.filter_rows)
     sampled = 8 * run.visited_rows if run.is_sampled else 0
@@ -367,7 +367,7 @@ def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     config = run.config
     keep = config.checkpoint.keep
     files, journals, stored = 0, 0, 0
-    for table in (table for table in run.tables if table.name != OLD_CENTRES):
+    for table in (table for table in run.tables if not table.is_fixed):
         head, columns = table.config.head, row_bytes(table.config)
         row, is_mapped = sum(columns.values()), table.placement == "mmap"
         files += table.rows * row if is_mapped else 0

@@ -4,16 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plsc.config import Config, HeadConfig, OptimConfig, table_configs
+from plsc.config import Config, table_configs
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Device
 from plsc.errors import UsageError
 from plsc.parallel.mesh import check_head_ranks
 from plsc.parallel.strategies.layout import CUT_WEIGHTS
-from plsc.train.class_centres import centres_count
 
-OLD_CENTRES = "compatible.with"  # the name of the table of old class centres
 # How the table can be stored, from the most exact down: (weights, momentum or moments).
 STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
 
@@ -27,7 +25,7 @@ class PlanConfig:
     the last stage have all of it.
 
     Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``batch_share``.
-    The old class centres of a compatible run are another one, which every sample meets and no step updates.
+    One that ``is_fixed`` is met by every sample, no step updates it, and no checkpoint holds it.
     """
 
     config: Config
@@ -39,6 +37,7 @@ class PlanConfig:
     name: str = ""
     batch_share: float = 1.0
     others: tuple["PlanConfig", ...] = ()
+    is_fixed: bool = False
 
     @property
     def tables(self) -> tuple["PlanConfig", ...]:
@@ -148,7 +147,7 @@ class PlanConfig:
     @property
     def updated_rows(self) -> int:
         """Rows of this rank that any of a step's micro-batches visits, each of which draws its own, if not frozen."""
-        if self.config.head.frozen_rows == "all":
+        if self.is_fixed or self.config.keeps_rows == "all":
             return 0
         missed = 1 - self.visited_rows / max(self.rows, 1)
         return round(self.rows * (1 - missed**self.micro_batches))
@@ -202,7 +201,8 @@ class PlanConfig:
         """The same in precisions that ``device`` has units for, as "auto" would choose them."""
         config = self.config
         if config.precision not in ("fp32", *device.units.precisions):
-            config = with_precision(replace(config, precision=AUTO, fp8=False), device.units)
+            features = tuple(section for section in config.features if not section.precision)
+            config = with_precision(replace(config, precision=AUTO, features=features), device.units)
         if UNITS_OF[config.head.fp32_precision] not in device.products:
             config = replace(config, head=replace(config.head, fp32_precision="ieee"))
         return replace(self, config=config, others=tuple(other.suited_to(device) for other in self.others))
@@ -237,26 +237,8 @@ def plan_config(config: Config, classes: int | Sequence[int], world: int, per_no
         )
         for table, count in zip(tables, [classes] if isinstance(classes, int) else classes, strict=True)
     )
-    old = [_old_centres(first)] if config.compatible.with_ else []
-    return replace(first, others=(*others, *old))
-
-
-def _old_centres(run: PlanConfig) -> PlanConfig:
-    """The table of compatible.with: as many centres as the run has classes where it is not at hand."""
-    compatible, head = run.config.compatible, run.config.head
-    classes, centers = centres_count(compatible.with_) or (run.classes, 1)
-    frozen = HeadConfig(
-        margin="cosface",
-        s=compatible.s or head.s,
-        m=compatible.m,
-        centers=centers,
-        frozen_rows="all",
-        weight_dtype=head.weight_dtype,
-        momentum_dtype="none",
-        fp32_precision=head.fp32_precision,
-    )
-    config = replace(run.config, head=frozen, optim=OptimConfig(accumulate=run.config.optim.accumulate))
-    return replace(run, config=config, classes=classes, placement="device", name=OLD_CENTRES, batch_share=1.0)
+    added = [table for section in config.features_on for table in section.planned_tables(first)]
+    return replace(first, others=(*others, *added))
 
 
 def check_ranks(world: int, per_node: int, head_ranks: int) -> None:

@@ -25,7 +25,7 @@ from plsc.plan.advice import (
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
 from plsc.plan.memory import plan_disk, row_bytes
-from plsc.plan.plan_config import OLD_CENTRES, UNITS_OF, PlanConfig, check_ranks, plan_config
+from plsc.plan.plan_config import UNITS_OF, PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
 
 _WIDTH = 48
@@ -56,7 +56,7 @@ class Plan:
         run, device = self.configured.run, self.hardware.device
         profile = profile_of(run)
         return {
-            "classes": sum(table.classes for table in run.tables if table.name != OLD_CENTRES),
+            "classes": sum(table.classes for table in run.tables if not table.is_fixed),
             "tables": [_table_dict(table) for table in run.tables] if run.others else [],
             "embedding_dim": run.config.embedding_dim,
             "backbone": run.config.backbone,
@@ -205,8 +205,9 @@ def _heading(plan: Plan) -> Iterable[str]:
     for table in run.tables:
         share = f", {table.batch_share:.3g} of a batch" if table.batch_share < 1 else ""
         name = f"table {table.name}: " if table.name else ""
-        if table.name == OLD_CENTRES:
-            yield f"old class centres: {table.classes:,} x {config.embedding_dim}, stored as {table.storage[0]}, exact"
+        if table.is_fixed:
+            size = f"{table.classes:,} x {config.embedding_dim}"
+            yield f"{table.name}: {size}, stored as {table.storage[0]}, exact, updated by no step"
             continue
         yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table, plan.hardware.device)}{share}"
     yield (
@@ -357,8 +358,8 @@ def _assumptions(plan: Plan) -> Iterable[str]:
     yield f"  a backbone reaches {BACKBONE_SHARE:.0%} of what its operations allow at these speeds"
     yield f"  the head's products reach {HEAD_SHARE:.0%} of the speed of large ones"
     yield "  images are there when they are needed: reading and decoding them is not planned"
-    if plan.configured.run.config.parallel.is_asynchronous:
-        yield "  ranks step together: what parallel.asynchronous sends, and keeps in host memory, is not planned"
+    for section in plan.configured.run.config.features_on:
+        yield from (f"  {line}" for line in section.plan_notes())
 
 
 def _line(name: str, value: str) -> str:

@@ -4,19 +4,20 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from plsc.config import Config, check_together, stage_configs
+from plsc.config import Config, check_together
 from plsc.data import ImageDataset
 from plsc.data.identity import counts, samples
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
+from plsc.feature_config import section_name
 from plsc.head.undo_journal import UndoJournal
 from plsc.models import Backbone, load_weights
 from plsc.models.preprocessing import Preprocessing
@@ -31,13 +32,9 @@ from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm
 from plsc.parallel.collectives import all_gather_object, on_main, raise_on_all_ranks
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
-from plsc.parallel.model_averaging import model_averaging
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
-from plsc.train.asynchronous import AsynchronousChanges
-from plsc.train.compatible import InfluenceLoss, make_influence_loss
-from plsc.train.float8 import convert_to_float8
-from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
+from plsc.train.feature import Feature, overriding
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
@@ -88,8 +85,7 @@ class TrainComponents:
     """Everything that a step touches.
 
     ``strategy`` holds the backbone and takes it through steps; replicas exchange gradients, or weights, through
-    ``exchange``.
-    ``compatible`` is the loss by which embeddings stay comparable with an old model's, beside those of the ``tables``.
+    ``exchange``. ``features`` are the rare ones that the run has, by their sections' names.
     ``data`` says which images and classes these are (:func:`plsc.data.identity.samples`); a run goes on with the same.
     """
 
@@ -101,12 +97,10 @@ class TrainComponents:
     strategy: Strategy
     exchange: GradientExchange
     tables: list[TrainedTable]
-    compatible: InfluenceLoss | None
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     scaler: GradScaler
-    frozen_by_stage: list[FrozenNames]  # of the run before its first stage, and of each stage
-    frozen: FrozenParts
+    features: dict[str, Feature]
 
     @property
     def voters(self) -> Mesh:
@@ -125,9 +119,9 @@ class TrainComponents:
         return self.tables[0].head.undo_journal
 
     @property
-    def frozen_for_good(self) -> set[str]:
-        """The names of the weights that every stage freezes, and no engine trains."""
-        return frozen_for_good(self.frozen_by_stage)
+    def trains_backbone(self) -> bool:
+        """Whether the backbone needs a backward pass now."""
+        return all(trains() for trains in overriding(self.features.values(), "trains_backbone"))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -184,30 +178,27 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     ``config.precision`` is not "auto" any more: :func:`plsc.config.checks.with_precision`.
     """
     torch.manual_seed(config.seed)  # the same first weights on every rank
-    strategy = raise_on_all_ranks(
-        mesh, lambda: make_strategy(config.parallel.strategy_options(), mesh, offload=config.parallel.offload)
-    )
+    features = {section_name(type(section)): section.make(config) for section in config.features_on}
+    strategy = raise_on_all_ranks(mesh, lambda: _strategy(config, features.values(), mesh))
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
-    frozen = raise_on_all_ranks(mesh, lambda: freeze_for_good(config, backbone))
+    for prepare in overriding(features.values(), "prepare"):
+        raise_on_all_ranks(mesh, partial(prepare, backbone))
     template = copy.deepcopy(backbone).to("meta")  # of the one in host memory: no device holds two
-    if config.fp8:  # the template, and so what is evaluated and exported, multiplies as ever
-        raise_on_all_ranks(mesh, lambda: convert_to_float8(backbone, mesh.device, config.data.batch_size))
+    for convert in overriding(features.values(), "convert"):
+        raise_on_all_ranks(mesh, partial(convert, backbone, mesh.device))
     backbone = backbone.to(mesh.device)
     loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, strategy))
     if config.sync_batchnorm:
         backbone = convert_sync_batchnorm(backbone, strategy.peers)
     exact = _sums_exactly(config, mesh)
-    exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, strategy.peers, loader))
+    exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, features.values(), backbone, strategy.peers, loader))
     exchange = sum_gradients_in_float64(backbone, mesh) if exact else exchange
     groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
     strategy.wrap(backbone, template, _wrapping(config, strategy, exchange))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     tables = raise_on_all_ranks(mesh, lambda: make_tables(config, dataset, strategy, exact=exact))
-    if isinstance(exchange, AsynchronousChanges):
-        exchange.take_table(tables[0].optimizer)
-    compatible = raise_on_all_ranks(mesh, lambda: make_influence_loss(config, dataset, strategy, exact=exact))
-    return TrainComponents(
+    components = TrainComponents(
         config,
         mesh,
         dataset,
@@ -216,13 +207,22 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         strategy,
         exchange,
         tables,
-        compatible,
         optimizer,
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
-        frozen,
-        FrozenParts(frozen[0], strategy),
+        features,
     )
+    for set_up in overriding(features.values(), "set_up"):
+        raise_on_all_ranks(mesh, partial(set_up, components, exact=exact))
+    return components
+
+
+def _strategy(config: Config, features: Iterable[Feature], mesh: Mesh) -> Strategy:
+    """The strategy of a feature, where one has its own and there are several ranks; else that of [parallel]."""
+    own = (strategy(mesh) for strategy in overriding(features, "strategy") if mesh.world_size > 1)
+    found: Strategy | None = next(own, None)
+    options = config.parallel.strategy_options()
+    return found or make_strategy(options, mesh, offload=config.parallel.offload)
 
 
 def _options(kind: type[_Options], section: object, **others: Any) -> _Options:
@@ -231,33 +231,24 @@ def _options(kind: type[_Options], section: object, **others: Any) -> _Options:
     return kind(**{name: getattr(section, name) for name in names if hasattr(section, name)} | others)
 
 
-def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
-    """Let what every stage freezes require no gradient; returns what each of them does."""
-    found = [frozen_names(each, backbone) for each in stage_configs(config)]
-    for name in frozen_for_good(found):
-        backbone.get_parameter(name).requires_grad_(False)
-    return found
-
-
 def optimizer_steps(config: Config, steps: int) -> int:
     """Optimizer steps of so many steps of the loader, up to an epoch's end."""
     return -(-steps // config.optim.accumulate)
 
 
-def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoader) -> GradientExchange:
-    """The averages of weights, or else the communication hook, that [parallel] asks for."""
-    parallel = config.parallel
-    warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader.steps_per_epoch))
-    options = exchange_options(config, warmup_steps)
-    if parallel.is_asynchronous and mesh.world_size > 1:
-        return AsynchronousChanges(mesh, backbone, options)
-    if parallel.averaging != "none":
-        return model_averaging(parallel.averaging, backbone, mesh, options)
-    return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
+def _exchange(
+    config: Config, features: Iterable[Feature], backbone: nn.Module, mesh: Mesh, loader: TrainLoader
+) -> GradientExchange:
+    """The exchange of a feature, where one has its own and there are several ranks; else the hook of [parallel]."""
+    own = (exchange(backbone, mesh) for exchange in overriding(features, "exchange") if mesh.world_size > 1)
+    if (found := next(own, None)) is not None:
+        return cast(GradientExchange, found)
+    warmup_steps = round(config.parallel.dgc_warmup_epochs * optimizer_steps(config, loader.steps_per_epoch))
+    return gradient_exchange(config.parallel.comm_hook, backbone, mesh, exchange_options(config, warmup_steps))
 
 
 def exchange_options(config: Config, dgc_warmup_steps: int = 0) -> ExchangeOptions:
-    """The options of ``parallel.comm_hook`` and ``averaging``; a warm-up, counted in epochs there, given in steps."""
+    """The options of ``parallel.comm_hook``; a warm-up, counted in epochs there, given in steps."""
     clip_norm = config.optim.clip_norm
     return _options(ExchangeOptions, config.parallel, dgc_warmup_steps=dgc_warmup_steps, clip_norm=clip_norm)
 

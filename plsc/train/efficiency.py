@@ -125,7 +125,7 @@ class EfficiencyMeter:
         if self._backbone is None:
             return 0.0
         components = self._components
-        trains_backbone = not components.frozen.trains_head_alone
+        trains_backbone = components.trains_backbone
         backbone = self._backbone.forward + (self._backbone.backward if trains_backbone else 0)
         # replicas of the table take the classes of all their samples, so that they stay equal
         batch = components.config.data.batch_size * components.strategy.data_ranks // components.strategy.micro_batches
@@ -138,8 +138,8 @@ class EfficiencyMeter:
                 max(head.num_classes, 1), head.centers, head.sample_rate, shards, round(batch * share)
             )
             of_heads += share * head_flops(head.dim, centers, trains_backbone=trains_backbone)
-        if (old := components.compatible) is not None and trains_backbone:  # logits, and the embedding's gradient
-            of_heads += 4 * old.head.dim * old.head.num_classes * old.head.centers
+        if trains_backbone:
+            of_heads += sum(feature.flops_per_image() for feature in components.features.values())
         return backbone + of_heads
 
     def utilisation(self, images_per_second: float) -> float | None:

@@ -21,6 +21,7 @@ from plsc.models.weights import serialize_model
 from plsc.parallel.collectives import on_main, raise_on_all_ranks
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import TrainComponents
+from plsc.train.feature import overriding
 from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.state import Position
 
@@ -157,7 +158,8 @@ def evaluate_sets(
         )
     finally:
         model.train(was_training)
-        components.frozen.hold()
+        for after_evaluation in overriding(components.features.values(), "after_evaluation"):
+            after_evaluation()
 
 
 def mean_accuracy(results: dict[str, dict[str, Any]]) -> float | None:

@@ -180,17 +180,14 @@ def header(
         "pixels": _pixels(config.data),
         "model": _model(components, why_precision),
         **{_table_title(table): _head(table, components) for table in components.tables},
-        "old": "" if components.compatible is None else components.compatible.describe(),
         "files": _table_files(components),
         "ranks": _ranks(components),
         "work": work,
         "memory": "" if config.recompute == "none" else f"activations of {counted(blocks, 'block')} are recomputed",
         "hook": _compression(components),
-        "average": _averaging(components),
-        "async": _asynchronous(components),
         "tables": _head_averaging(components),
         "length": _length(components, total_steps),
-        "frozen": _frozen(components),
+        **{name: line for feature in components.features.values() for name, line in feature.lines().items()},
         **{f"stage {number}": text for number, text in enumerate(stages, start=1)},
         "eval": _evaluation(config),
         "start": start,
@@ -230,9 +227,7 @@ def _model(components: TrainComponents, why_precision: str) -> str:
     config = components.config
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
-    extras += (
-        ["fp8 in the blocks" + (" (emulated)" if components.mesh.device.type == "cpu" else "")] if config.fp8 else []
-    )
+    extras += [note for feature in components.features.values() if (note := feature.model_note())]
     model = (
         f"{config.backbone}, {components.strategy.size / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
     )
@@ -315,38 +310,6 @@ def _compression(components: TrainComponents) -> str:
     return f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"
 
 
-def _averaging(components: TrainComponents) -> str:
-    """The line about averages of weights, with what a rank gives to the network of all ranks."""
-    parallel, weights = components.config.parallel, [weight.parameter for weight in components.strategy.weights]
-    if parallel.averaging == "none" or components.mesh.world_size == 1:
-        return ""
-    period, start = parallel.averaging_period, parallel.averaging_start_step
-    sent = sum(components.exchange.sent_bytes(weights, start + step) for step in range(period))
-    whole = sum(weight.numel() * weight.element_size() for weight in weights)
-    groups = f" in groups of {parallel.averaging_group_ranks}" if parallel.averaging_group_ranks > 1 else ""
-    name = f"{parallel.averaging}{groups}"
-    return (
-        f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
-        f"{sent / period / 1e6:,.3f} MB per step in the place of {whole / 1e6:,.3f} MB of gradients"
-    )
-
-
-def _asynchronous(components: TrainComponents) -> str:
-    """The line about ranks that step by themselves, with what one sends to each of the others."""
-    parallel, strategy = components.config.parallel, components.strategy
-    if not strategy.steps_alone:
-        return ""
-    period = parallel.averaging_period if parallel.asynchronous == "half" else 1
-    weights = sum(weight.parameter.numel() * weight.parameter.element_size() for weight in strategy.weights)
-    head = components.tables[0].head
-    rows = 4 * head.dim * len(head.weight) * (1 - (1 - head.sample_rate) ** period)
-    sent = f"{weights / 1e6:,.3f} MB of the backbone's changes and about {rows / 1e6:,.3f} MB of the table's"
-    return (
-        f"{parallel.asynchronous}, staleness at most {parallel.staleness}; a rank sends each other one {sent} "
-        f"every {counted(period, 'step')}; it steps by its share of the learning rate; metrics are the first rank's"
-    )
-
-
 def _head_averaging(components: TrainComponents) -> str:
     """The line about averages of head groups' tables, with what a rank gives to the network between groups."""
     mesh, heads = components.mesh, [table.head for table in components.tables]
@@ -385,19 +348,6 @@ def _length(components: TrainComponents, total_steps: int) -> str:
     length = f"{counted(total_steps, 'step')} = {epochs} of {counted(per_epoch, 'step')}"
     name = optim.name if optim.head_name == optim.name else f"{optim.name} (head {optim.head_name})"
     return f"{length}; {name}, {rate}, {optim.schedule}{warmup}"
-
-
-def _frozen(components: TrainComponents) -> str:
-    """The line about the weights that are not trained now."""
-    names, weights = (
-        components.frozen.names,
-        {weight.name: weight.shape.numel() for weight in components.strategy.weights},
-    )
-    if not names.weights:
-        return ""
-    count = sum(weights.get(name, 0) for name in names.weights)
-    rest = "; no backward pass through the backbone" if names.is_whole else ""
-    return f"{counted(len(names.weights), 'weight')} of {len(weights)}, {count / 1e6:.1f} M numbers{rest}"
 
 
 def _evaluation(config: Config) -> str:

@@ -24,6 +24,7 @@ from plsc.files import atomic_write, read_json, write_json
 from plsc.models.wrappers import TIMM_PREFIX
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, on_main
+from plsc.parallel.gradient_compression import HOOKS
 from plsc.parallel.rendezvous import agent_keeps_store, connect
 from plsc.progress import counted
 from plsc.train.checkpoint import CHECKPOINTS, CLASSES, CheckpointFolder
@@ -32,16 +33,11 @@ from plsc.train.components import TrainComponents
 from plsc.train.head_state import changed_tables
 from plsc.train.metrics import METRICS
 from plsc.train.same_data import changed_data
-from plsc.train.state import changed_keys, stored_config
+from plsc.train.state import changed_keys, left_out_features, stored_config
 from plsc.train.tables import global_batch, peak_rates
 
 CONFIG = "config.toml"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
-# Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.
-_EXCHANGED = {
-    "residual": "gradients that were not sent yet (parallel.comm_hook)",
-    "outer": "the momentum of the outer steps (parallel.averaging)",
-}
 
 
 def check_groups(config: Config, mesh: Mesh) -> None:
@@ -201,7 +197,10 @@ def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]
     """What the run had learned with, besides its weights, and has no use for in the present configuration."""
     exchanged = {name.split(".", 2)[-1] for name in stored.stored if name.startswith("exchange.")}
     kinds = {name.rpartition(".")[2] for name in exchanged - components.exchange.state().keys()}
-    dropped = [what for kind, what in _EXCHANGED.items() if kind in kinds]
+    before = stored_config(stored.state["config"])
+    told_of = [HOOKS[before.parallel.comm_hook].keeps, *(section.keeps for section in before.features_on)]
+    dropped = [text for keeps in told_of for kind, text in keeps.items() if kind in kinds]
+    dropped += left_out_features(stored.state, components)
     if components.average is None and any(name.startswith("average.") for name in stored.stored):
         dropped.append("the moving average of the weights (ema_decay)")
     if stored.state["scaler"] and not components.scaler.is_enabled():

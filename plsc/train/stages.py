@@ -9,7 +9,7 @@ from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
 from plsc.toml_keys import toml_value
 from plsc.train.components import TrainComponents
-from plsc.train.frozen import FrozenParts
+from plsc.train.feature import overriding
 from plsc.train.state import Position, steps_per_epoch
 from plsc.train.tables import peak_rates
 
@@ -101,7 +101,8 @@ class RunSchedule:
             table.head.set_margin(make_margin(of.config.head))
             table.head.set_sample_rate(of.config.head.sample_rate)
         components.loader.augment = config.data.augment
-        components.frozen = FrozenParts(components.frozen_by_stage[stage], components.strategy)
+        for enter_stage in overriding(components.features.values(), "enter_stage"):
+            enter_stage(components, stage)
 
     def _peak_rates(self, config: Config) -> list[float]:
         """The peak rates of backbone and class tables in a stage."""

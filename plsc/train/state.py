@@ -2,13 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from plsc import config as configuration
-from plsc.config import Config, table_configs
+from plsc.config import FEATURES, Config, table_configs
 from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.feature_config import section_class
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import (
@@ -24,7 +25,6 @@ from plsc.train.head_state import (
 from plsc.train.optimizer_state import optimizer_numbers, optimizer_tensors, restore_optimizer
 from plsc.train.same_data import changed_data, check_data
 
-FIXED = tuple(name for name, entry in configuration.KEYS.items() if entry.is_fixed)
 # Whole numbers of the small state, by their dotted names.
 _NUMBERS = (
     "step",
@@ -62,6 +62,9 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     components.average_statistics()
     tensors: dict[str, Any] = prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
     tensors |= capture_tables(components, position.step)
+    for name, feature in components.features.items():
+        own = prefixed(f"features.{name}.", feature.tensors())
+        tensors |= own if components.mesh.is_main else {}
     backbone = prefixed("backbone.", strategy.stored(strategy.parts()))
     if components.average is not None:
         backbone |= prefixed("average.", strategy.stored(components.average.values))
@@ -82,14 +85,18 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_config(state["config"], components.config)
     check_keys(components, stored)
     is_same_data = _check_data(stored, components)
-    _check_frozen(state.get("frozen", []), components)
-    _check_centres(state, components)
+    for name, feature in components.features.items():
+        feature.check_state(feature_states(state).get(name), stored)
+    left_out_features(state, components)
     restore_tables(components, stored)
     stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     restore_optimizer(components, stored)
     if components.average is not None:
         _load_average(components, stored)
     restore_numbers(components, stored)
+    for name, feature in components.features.items():
+        stored.load_into(prefixed(f"features.{name}.", feature.tensors()))
+        feature.restore(feature_states(state).get(name))
     if state["scaler"] and components.scaler.is_enabled():
         components.scaler.load_state_dict(state["scaler"])
     components.loader.load_state_dict(state["loader"] if is_same_data else _begun_anew(state))
@@ -117,8 +124,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "config": configuration.to_dict(components.config),
         "data": components.data,
         "epoch_samples": components.dataset.mixture.epoch_length,
-        "frozen": sorted(components.frozen_for_good),
-        "compatible": None if components.compatible is None else components.compatible.identity,
+        "features": {name: feature.state() for name, feature in components.features.items()},
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
         "optimizer": optimizer_numbers(components),
@@ -144,12 +150,11 @@ def _check_state(stored: StoredCheckpoint) -> None:
     for name in ("config", "scaler", "best"):
         stored.value(name, dict)
     stored.value("data.labels_sha256", str)
-    frozen, optimizer = stored.state.get("frozen", []), stored.state.get("optimizer", {})
+    optimizer = stored.state.get("optimizer", {})
     best = stored.state["best"]
     if not (
-        isinstance(frozen, list)
-        and all(isinstance(name, str) for name in frozen)
-        and isinstance(optimizer, dict)
+        isinstance(optimizer, dict)
+        and isinstance(stored.state.get("features", {}), dict)
         and isinstance(stored.state.get("savepoints"), list | None)
         and all(name == "step" or name.partition(".")[0].isdecimal() for name in optimizer)
         and (not best or (isinstance(best.get("step"), int) and isinstance(best.get("accuracy"), float)))
@@ -170,7 +175,7 @@ def _check_config(before: dict[str, Any], config: Config) -> None:
 
 
 def _check_keys(old: Config, config: Config, where: str) -> None:
-    for name in FIXED:
+    for name in (name for name, entry in configuration.KEYS.items() if entry.is_fixed):
         was, now = configuration.get(old, name), configuration.get(config, name)
         if was != now:
             raise UsageError(
@@ -208,33 +213,21 @@ def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:
     return True
 
 
-def _check_frozen(before: list[str], components: TrainComponents) -> None:
-    """The optimizer's states are stored by the weights' places among those that are not frozen for good."""
-    if changed := sorted(components.frozen_for_good.symmetric_difference(before)):
-        raise UsageError(
-            f"frozen and optim.groups freeze other weights for the whole run than it began with ({changed[0]}, for "
-            "one); set them back to go on, or begin another run (another --out), with --init_weights "
-            "RUN/model.safetensors and a [[stage]] for what changes on the way"
-        )
+def feature_states(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's small state holds of rare features, by name; earlier versions kept it elsewhere."""
+    if "features" in state:
+        return cast(dict[str, Any], state["features"])
+    former = {name: section_class(name).former_state(state) for name in FEATURES}
+    return {name: found for name, found in former.items() if found is not None}
 
 
-def _check_centres(state: dict[str, Any], components: TrainComponents) -> None:
-    """The same ``compatible.with`` names the same centres: an old run may have gone on since, or begun anew.
-
-    Checkpoints of earlier versions have no digest of them.
-    """
-    before, compatible = state.get("compatible"), components.compatible
-    if not isinstance(before, dict) or compatible is None:
-        return
-    source = components.config.compatible.with_
-    if stored_config(state["config"]).compatible.with_ != source:
-        return
-    if any(before.get(name, now) != now for name, now in compatible.identity.items()):
-        also = ": rows or names are others" if before.get("origin") == compatible.origin else ""
-        raise UsageError(
-            f"compatible.with = {source} holds other centres ({compatible.origin}) than when the run began "
-            f"({before.get('origin')}){also}; give the checkpoint or file that holds those, or begin another run"
-        )
+def left_out_features(state: dict[str, Any], components: TrainComponents) -> list[str]:
+    """What the run had of features that it has no more; UsageError where it cannot go on without one."""
+    found = []
+    for name, of_feature in feature_states(state).items():
+        if name not in components.features and of_feature is not None and FEATURES.find(name) is not None:
+            found.append(section_class(name).left_out(of_feature))
+    return [text for text in found if text]
 
 
 def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:

@@ -16,6 +16,7 @@ from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.step_timeline import BACKBONE, HEAD, OPTIMIZER, step_part
 from plsc.parallel.strategies import Weight
 from plsc.train.components import TrainComponents
+from plsc.train.feature import overriding
 from plsc.train.tables import TrainedTable
 
 
@@ -46,7 +47,7 @@ class StepResult:
     ``loss`` is the mean over the step's global samples, ``grad_norm`` that of the backbone (with the head's
     under clip_head) before clipping; ``skipped`` steps changed nothing; ``stop`` is the signal that some rank
     was asked to stop by, or 0. ``table_losses`` are the means of several tables, by name, each over its own samples.
-    ``influence_loss`` is that by an old model's class centres, without its weight; None without one.
+    ``feature_losses`` are those that rare features add, by name and without their weights.
     """
 
     loss: float
@@ -55,7 +56,7 @@ class StepResult:
     skipped: bool
     stop: int
     table_losses: dict[str, float]
-    influence_loss: float | None = None
+    feature_losses: dict[str, float]
 
 
 class TableBatch(NamedTuple):
@@ -106,20 +107,21 @@ class EnqueuedStep:
     """A step of ``images`` samples whose work is enqueued, and whose result the device has not come to yet.
 
     ``tables`` are the names of the class tables whose losses are in the verdict, where there are several losses; behind
-    them is the one by old class centres if the step ``has_influence``.
+    them are those of ``features``, by their names.
     """
 
     images: int
     verdict: Verdict
     tables: Sequence[str]
-    has_influence: bool = False
+    features: Sequence[str] = ()
 
     def result(self) -> StepResult:
         """The step's result; waits until the device has come to the ranks' vote, which is before the update."""
         skipped, stop, loss, norm, *losses = self.verdict.numbers()
-        influence = losses.pop() if self.has_influence else None
-        by_table = dict(zip(self.tables, losses, strict=True)) if len(losses) > 1 else {}
-        return StepResult(loss, norm, self.images, bool(skipped), int(stop), by_table, influence)
+        of_tables, of_features = losses[: len(self.tables)], losses[len(self.tables) :]
+        by_table = dict(zip(self.tables, of_tables, strict=True)) if len(of_tables) > 1 else {}
+        by_feature = dict(zip(self.features, of_features, strict=True)) if of_features else {}
+        return StepResult(loss, norm, self.images, bool(skipped), int(stop), by_table, by_feature)
 
 
 class RunningStatistics:
@@ -173,7 +175,13 @@ class Stepper:
         self.statistics = RunningStatistics(components.strategy.backbone.buffers())
         self._preprocessing = components.config.data.preprocessing
         weights = [table.of.loss_weight for table in components.tables]
-        weights += [] if components.compatible is None else [components.compatible.weight]
+        features = list(components.features.values())
+        self._adding = [feature for feature in features if feature.loss_name]
+        weights += [feature.loss_weight for feature in self._adding]
+        # what rare features do in a step: nothing is called where none is on
+        self._begins = overriding(features, "begin_step")
+        self._before_update = overriding(features, "before_update")
+        self._commits = overriding(features, "commit_or_undo")
         self._loss_weights = torch.tensor(weights, dtype=torch.float64, device=components.mesh.device)
         self._warm_up()
 
@@ -193,22 +201,22 @@ class Stepper:
         losses = self._backward(group)
         with step_part(OPTIMIZER):
             verdict = self._update(losses, margin_states, stop)
-        names = [table.of.name for table in components.tables]
-        has_influence = components.compatible is not None
-        return EnqueuedStep(sum(batch.size for batch in group), verdict, names, has_influence)
+        names, added = [table.of.name for table in components.tables], [each.loss_name for each in self._adding]
+        return EnqueuedStep(sum(batch.size for batch in group), verdict, names, added)
 
     def _update(self, losses: Tensor, margin_states: Sequence[State], stop: int) -> Verdict:
         """Update everything by the gradients, or take back what the passes moved, as the ranks agree."""
         components = self.components
         components.strategy.collect_gradients()
-        for weight in components.frozen.weights:  # the optimizer then leaves them and their state as they are
-            weight.grad = None
+        for before_update in self._before_update:
+            before_update()
         components.scaler.unscale_all(components.optimizer, components.head_optimizers)
         norm = self._clipped_norm()
         verdict = self._vote(losses, norm, stop)
         components.scaler.step_both(components.optimizer, components.head_optimizers, verdict)
         self.statistics.restore_where(verdict.flag)
-        components.exchange.settle(verdict.flag)
+        for commit_or_undo in (components.exchange.commit_or_undo, *self._commits):
+            commit_or_undo(verdict.flag)
         for table, before in zip(components.tables, margin_states, strict=True):
             table.head.margin_state = {
                 name: torch.where(verdict.flag != 0, before[name], moved)
@@ -226,18 +234,18 @@ class Stepper:
         """Leave the gradients of the group's loss, times the loss scale.
 
         Returns:
-            The mean losses: the tables', and the one by old class centres behind them.
+            The mean losses: the tables', and those of features behind them.
         """
-        strategy, compatible = self.components.strategy, self.components.compatible
+        strategy, trains_backbone = self.components.strategy, self.components.trains_backbone
         totals = torch.zeros_like(self._loss_weights)
-        if compatible is not None:
-            compatible.begin([batch.labels for batch in group], self.components.mesh, strategy.data_ranks)
+        for begin_step in self._begins:
+            begin_step([batch.labels for batch in group])
         for index, batch in enumerate(group):
             upcoming = group[index + 1] if index + 1 < len(group) else None
             loss = partial(self._loss, totals, group, batch, upcoming)
             images = partial(self._prepared, batch.images)
             with step_part(BACKBONE):
-                if self.components.frozen.trains_head_alone:
+                if not trains_backbone:
                     with torch.no_grad():
                         loss = torch.enable_grad()(loss)
                         strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)
@@ -257,7 +265,7 @@ class Stepper:
     ) -> Tensor:
         """Return what is differentiated of a micro-batch, scaled: its share of each loss, with the weight."""
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
-        terms, compatible = [], self.components.compatible
+        terms = []
         with step_part(HEAD):
             for number, table in enumerate(self.components.tables):
                 own, samples = (embeddings, labels, sizes), [each.size for each in group]
@@ -270,11 +278,10 @@ class Stepper:
                     loss = table.head(*own)
                     totals[number].add_(loss.detach().double() * share)
                     terms.append(loss * (share * table.of.loss_weight))
-            if compatible is not None:
-                of_known = compatible.share(labels)  # the loss is the mean over samples that have a centre
-                loss = compatible(embeddings, labels, sizes)
-                totals[-1].add_(loss.detach().double() * of_known)
-                terms.append(loss * (of_known.to(loss.dtype) * compatible.weight))
+            for number, feature in enumerate(self._adding, start=len(self.components.tables)):
+                loss, of_step = feature.loss(embeddings, labels, sizes)
+                totals[number].add_(loss.detach().double() * of_step)
+                terms.append(loss * (of_step.to(loss.dtype) * feature.loss_weight))
             self._prefetch(upcoming)
         scaled: Tensor = self.components.scaler.scale(sum(terms[1:], terms[0]))
         return scaled

@@ -134,7 +134,8 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         own = {name: getattr(head, name) for name in ("first_rows", "admit_after", "expire_after")}
         kind, num_classes = partial(DynamicHead, **own), head.max_classes
     names = ["sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"]
-    names += ["positives", "label_reduction", "labels_per_step", "negative_filter", "frozen_rows"]
+    names += ["positives", "label_reduction", "labels_per_step", "negative_filter"]
+    of_features = {name: value for section in config.features for name, value in section.head_options().items()}
     return kind(
         config.embedding_dim,
         num_classes,
@@ -144,6 +145,7 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         seed=config.seed,
         averaging_period=config.parallel.head_averaging_period,
         **{name: getattr(head, name) for name in names},
+        **of_features,
     )
 
 
@@ -161,7 +163,7 @@ def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
     batch = global_batch(config, data_ranks)
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling, optim.base_batch)
     head_lr = lr if optim.head_lr is None else scaled_lr(optim.head_lr, batch, optim.lr_scaling, optim.base_batch)
-    steppers = data_ranks if config.parallel.is_asynchronous else 1
+    steppers = data_ranks if config.steps_alone else 1
     return lr / steppers, head_lr / steppers
 
 

@@ -345,8 +345,9 @@ class Trainer:
             "loss_scale": self.components.scaler.get_scale(),
             "skipped_steps": self.position.skipped,
             **self.components.exchange.figures(),
+            **{name: value for each in self.components.features.values() for name, value in each.figures().items()},
             **self._of_tables(result),
-            **({} if result.influence_loss is None else {"influence_loss": result.influence_loss}),
+            **result.feature_losses,
             **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)

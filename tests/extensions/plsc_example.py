@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from plsc.data import ImageDataset
 from plsc.embedding.quality import QualityGate
+from plsc.features.averaging.config import AveragingConfig
+from plsc.features.averaging.exchange import ModelAveraging
 from plsc.gallery.backends import Server
 from plsc.gallery.store import Store
 from plsc.loggers import LoggedRun, RunLogger
 from plsc.losses import Margin
 from plsc.models import Backbone
 from plsc.parallel import Mesh
-from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange
-from plsc.parallel.model_averaging import ModelAveraging
+from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.strategies.ddp import DataParallel
 
 
@@ -82,9 +83,9 @@ class Signs(GradientExchange):
         net.register_comm_hook(self._mesh.group, bf16_compress_hook)
 
 
-def often(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> GradientExchange:
+def often(mesh: Mesh, module: nn.Module, options: AveragingConfig) -> GradientExchange:
     """An averager averages weights; this one does so at every second step."""
-    return ModelAveraging(mesh, module, replace(options, averaging_period=2))
+    return ModelAveraging(mesh, module, replace(options, period=2))
 
 
 def open_local(address: str) -> Store:

@@ -197,7 +197,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "three centres, weights stored, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3, "data.batch_size": 128}),
     "negatives filtered, 8 ranks": Scenario(8, 1_000_000, {"head.negative_filter": 0.6}),
-    "rows frozen, 8 ranks": Scenario(8, 1_000_000, {"head.frozen_rows": "0:60000"}),
+    "rows frozen, 8 ranks": Scenario(8, 1_000_000, {"frozen.rows": "0:60000"}),
     "three centres, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3}, (0, 7)),
     "adamw, float32, sampled, groups of 4, 8 ranks": Scenario(
         8,

@@ -48,7 +48,7 @@ def train(mesh: Mesh, hook: str, options: ExchangeOptions, steps: int = 6, bad_s
         net(given).backward()
         finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters())
         assert finite == (step != bad_step)  # on every rank
-        exchange.settle(torch.tensor(float(not finite)))
+        exchange.commit_or_undo(torch.tensor(float(not finite)))
         if finite:
             optimizer.step()
         optimizer.zero_grad()
@@ -139,7 +139,7 @@ def approach(mesh: Mesh, hook: str, options: ExchangeOptions, bad_step: int = -1
         exchange.begin(step)
         off = (2 * mesh.rank - 1) * (torch.inf if step == bad_step else 1.0)
         net({name: gap + off * side[name].float() for name, gap in gaps.items()}).backward()
-        exchange.settle(torch.tensor(float(step == bad_step)))
+        exchange.commit_or_undo(torch.tensor(float(step == bad_step)))
         if step != bad_step:
             optimizer.step()
         optimizer.zero_grad()
@@ -164,7 +164,7 @@ def gradients_of_rank_1(mesh: Mesh, rank: int) -> float:
     for step in range(6):
         exchange.begin(step)
         net({**inputs, "bias": torch.ones(SHAPES["bias"])}).backward()
-        exchange.settle(torch.tensor(0.0))
+        exchange.commit_or_undo(torch.tensor(0.0))
         for name, weight in module.named_parameters():
             if name in inputs and weight.grad is not None:
                 errors.append(float((weight.grad - inputs[name]).norm() / inputs[name].norm()))

@@ -196,10 +196,10 @@ TRAINING = (
     ),
     Defect(
         "frozen rows take the norms of their updates",
-        "plsc/head/frozen_rows.py",
+        "plsc/head/kept_rows.py",
         "tables = [chunk.table.weight, chunk.table.inverse_norm]",
         "tables = [chunk.table.weight]",
-        ("tests/head/test_frozen_rows.py",),
+        ("tests/features/frozen/test_frozen_rows.py",),
     ),
     Defect(
         "every table learns from the first images of the batch",
@@ -265,10 +265,10 @@ TRAINING = (
     ),
     Defect(
         "weights are averaged a step late",
-        "plsc/parallel/model_averaging.py",
+        "plsc/features/averaging/exchange.py",
         "done = self._step + 1",
         "done = self._step",
-        ("tests/parallel/test_model_averaging.py",),
+        ("tests/features/averaging/test_model_averaging.py",),
     ),
     Defect(
         "gradients that were sent stay in the momentum",
@@ -487,23 +487,23 @@ TRAINING = (
     ),
     Defect(
         "a rank that steps by itself goes one step beyond the bound",
-        "plsc/train/asynchronous.py",
+        "plsc/features/asynchronous/changes.py",
         "while self._misses_any(last_of_round - self._staleness):",
         "while self._misses_any(last_of_round - self._staleness - 1):",
-        ("tests/train/test_asynchronous.py",),
+        ("tests/features/asynchronous/test_asynchronous.py",),
     ),
     Defect(
         "rows that another rank has changed keep their old norms",
-        "plsc/head/table_changes.py",
+        "plsc/features/asynchronous/table_changes.py",
         "write_rows(chunk, weight, bits, averages.rounding)",
         "chunk.table.weight[chunk.index] = weight.to(chunk.weight.dtype)",
-        ("tests/train/test_asynchronous.py",),
+        ("tests/features/asynchronous/test_asynchronous.py",),
     ),
     Defect(
         "ranks that were asked to stop do so at steps of their own",
-        "plsc/train/asynchronous.py",
+        "plsc/features/asynchronous/changes.py",
         "if first < known), default=0)",
         "if first <= self._step), default=0)",
-        ("tests/train/test_asynchronous.py",),
+        ("tests/features/asynchronous/test_asynchronous.py",),
     ),
 )

@@ -316,8 +316,8 @@ USING = (
     ),
     Defect(
         "averages of weights go with any strategy",
-        "plsc/config/parallel.py",
-        "        yield from _of_averaging(run)\n",
+        "plsc/features/averaging/config.py",
+        '        "parallel.strategy": "it averages whole weights, and leaves their states to the ranks",\n',
         "",
         ("tests/test_config_refusals.py",),
     ),

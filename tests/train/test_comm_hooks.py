@@ -73,11 +73,11 @@ def test_what_a_checkpoint_holds_and_nothing_takes_is_named(tmp_path: Path, rank
     first = {**CHANGES, "parallel.comm_hook": "dgc", "ema_decay": 0.9}
     ranks(2, run, tmp_path / "dgc", {**first, "steps": 3})
     after = {**CHANGES, "steps": 4}
-    diloco = {**CHANGES, "parallel.averaging": "diloco", "parallel.averaging_period": 2}
+    diloco = {**CHANGES, "averaging.name": "diloco", "averaging.period": 2}
     ranks(2, run, tmp_path / "diloco", {**diloco, "steps": 3})
     for name, same, kinds in (
         ("dgc", first, {"gradients that were not sent yet (parallel.comm_hook)", "the moving average of the weights"}),
-        ("diloco", diloco, {"the momentum of the outer steps (parallel.averaging)"}),
+        ("diloco", diloco, {"the momentum of the outer steps (averaging.name)"}),
     ):
         for changes, expected in (({**same, "steps": 4}, set()), (after, kinds)):
             out = tmp_path / f"{name} {len(expected)}"

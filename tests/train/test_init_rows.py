@@ -104,7 +104,7 @@ def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks
     np.save(tmp_path / "centres.npy", centres)
     changes = {
         "head.init_rows": str(tmp_path / "centres.npy"),
-        "head.frozen_rows": "0:4",
+        "frozen.rows": "0:4",
         "head.negative_filter": 0.3,
         "data.train": "avatars:6x8",
         "data.batch_size": 4,

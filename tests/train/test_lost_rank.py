@@ -172,7 +172,7 @@ def test_ranks_that_are_asked_to_stop_end_with_the_code_of_the_signal(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "half"])
 def test_ranks_that_step_by_themselves_name_it_too(way: str, tmp_path: Path) -> None:
-    alone = ["--head_ranks", "1", "--head.placement", "host", "--parallel.asynchronous", way]
+    alone = ["--head_ranks", "1", "--head.placement", "host", "--asynchronous.mode", way]
     with started(3, tmp_path, "working", *alone, "--checkpoint.every_steps", "0") as ranks:
         ranks[1].send_signal(signal.SIGKILL)
         (line,) = errors_of(ranks, [0, 2])

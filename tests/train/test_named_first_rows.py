@@ -94,7 +94,7 @@ def test_pictures_of_an_embedding_set_are_averaged_by_name(tmp_path: Path) -> No
 def test_a_killed_run_keeps_frozen_names_at_the_rows_of_another_run(source: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("avatar-1\navatar-4\nnobody\n")
     changes = {**COMING, "steps": 6, "head.init_rows": str(source / "run"), "checkpoint.every_steps": 4}
-    changes |= {"head.frozen_rows": str(tmp_path / "names.txt")}
+    changes |= {"frozen.rows": str(tmp_path / "names.txt")}
     run(ONE, tmp_path / "whole", changes)
     changes |= {"head.placement": f"mmap:{tmp_path / 'table'}", "head.journal": True}
     killed = Killable(1, tmp_path / "killed", changes)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
-from plsc.head.frozen_rows import kept_rows
+from plsc.head.kept_rows import kept_rows
 from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, RowState, store
 from plsc.head.negative_filter import NegativeFilter
 from plsc.head.update_rules import Update, UpdateKind

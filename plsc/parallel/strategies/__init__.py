@@ -55,10 +55,6 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
         )
     if mesh.world_size == 1 and not offload:
         return _made("ddp", Layout(mesh, mesh, mesh, {}, None))
-    if options.is_asynchronous:
-        from plsc.parallel.strategies.asynchronous import Asynchronous
-
-        return Asynchronous(Layout(mesh, mesh, mesh, {}, None))
     layout = Layout.of(options, mesh)
     within = _within_a_stage(options, layout, offload=offload)
     if options.pp == 1:

@@ -1,14 +1,15 @@
 """Data parallelism of the backbone: every rank holds all of it and averages its gradients.
 
 How ranks exchange them is a :class:`GradientExchange`; the kinds that compress are in
-:mod:`plsc.parallel.gradient_compression`, averages of weights in :mod:`plsc.parallel.model_averaging`.
+:mod:`plsc.parallel.gradient_compression`, the base of those under which ranks differ for a while in
+:mod:`plsc.parallel.replica_weights`.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """Options of all hooks and averages, by the names of the keys of [parallel]; each reads those that it needs.
+    """Options of all hooks, by the names of the keys of [parallel]; each reads those that it needs.
 
     Attributes:
         communicators: groups of the same ranks over which buckets of gradients go in turn.
@@ -37,15 +38,6 @@ class ExchangeOptions:
         dgc_warmup_steps: steps over which the sparsity rises to that, in four stages.
         dgc_dense_below: tensors with fewer elements than this are sent whole.
         clip_norm: Deep Gradient Compression's bound on the norm of the ranks' gradients together; 0: none.
-        averaging_period: steps from one average of weights over all ranks to the next.
-        averaging_start_step: post_local_sgd: steps of the run before which gradients are averaged over all ranks.
-        averaging_group_ranks: consecutive ranks that average more often, a divisor of all ranks; 1: none.
-        averaging_group_period: hierarchical: steps from one average within such a group to the next; 1: gradients are
-            averaged there at every step, as they are in the groups of the other ways.
-        outer_lr, outer_momentum: diloco: of the outer optimizer.
-        asynchronous: "full" or "half": ranks step by themselves and send each other what they have changed, at every
-            step, or of ``averaging_period`` steps together; "none".
-        staleness: asynchronous: steps of other ranks that a step may miss.
     """
 
     communicators: int = 1
@@ -55,14 +47,6 @@ class ExchangeOptions:
     dgc_warmup_steps: int = 0
     dgc_dense_below: int = 16384
     clip_norm: float = 0.0
-    averaging_period: int = 8
-    averaging_start_step: int = 1000
-    averaging_group_ranks: int = 1
-    averaging_group_period: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    asynchronous: str = "none"
-    staleness: int = 0
 
 
 class GradientExchange:
@@ -71,13 +55,15 @@ class GradientExchange:
     Args:
         mesh: the ranks that exchange.
         module: whose gradients or weights are exchanged, on the mesh's device already.
-        options: of all kinds.
+        options: of all hooks.
 
     Attributes:
         clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
         forgets: what a checkpoint does not hold of it, in words; empty: nothing.
         delays_gradients: parts of gradients wait on the rank for later steps, and whole ones are compressed.
         keeps_state: whether :meth:`state` may have tensors.
+        keeps: of these, by the last part of their names, what nothing else takes over when a run goes on without this
+            exchange, in words.
         replicas_differ: whether ranks may have different weights now.
     """
 
@@ -85,10 +71,11 @@ class GradientExchange:
     forgets = ""
     delays_gradients = False
     keeps_state = False
+    keeps: ClassVar[Mapping[str, str]] = {}
     replicas_differ = False
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
-        self._mesh, self._options = mesh, options
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions | None = None) -> None:
+        self._mesh, self._options = mesh, options or ExchangeOptions()
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Make ``net`` exchange its gradients in this way."""
@@ -121,7 +108,7 @@ class GradientExchange:
         """Return the signal that is to be voted on in this step, where ``stop`` is the one that this rank received."""
         return stop
 
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Keep what this step's exchange changed on the rank, or forget it where ``skip``, a scalar, is not 0."""
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
@@ -278,3 +265,8 @@ def _fully_sharded(module: nn.Module, mesh: Mesh, options: StrategyOptions) -> n
         broadcast(weight.detach(), mesh)
     groups = Layout.of(options, mesh).along("replicate", "shard")
     return shard_units(module, mesh=groups, reshard_after_forward=False if options.name == "zero2" else None)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """View a dense tensor of any memory format as (numel,), as DDP's buckets lay its gradient out."""
+    return tensor.as_strided((tensor.numel(),), (1,))

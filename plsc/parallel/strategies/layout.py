@@ -32,7 +32,6 @@ class StrategyOptions:
         pp: ranks of a pipeline, or groups of ``tp`` ranks; 1: none.
         pp_schedule: a key of STAGES_OF_A_RANK.
         pp_micro_batches: into which a rank's batch is cut; 0: twice ``pp``.
-        is_asynchronous: ranks step by themselves, each with the whole backbone and class table.
     """
 
     name: str = "ddp"
@@ -41,7 +40,6 @@ class StrategyOptions:
     pp: int = 1
     pp_schedule: str = "1f1b"
     pp_micro_batches: int = 0
-    is_asynchronous: bool = False
 
     def check_world(self, world_size: int) -> None:
         """UsageError unless so many ranks can be arranged like that."""

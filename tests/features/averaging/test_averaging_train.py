@@ -25,31 +25,31 @@ CHANGES: dict[str, Any] = {
     "optim.clip_norm": 5.0,
     "optim.accumulate": 2,
     "checkpoint.every_steps": 5,
-    "parallel.averaging_period": 3,
-    "parallel.averaging_start_step": 2,
+    "averaging.period": 3,
+    "averaging.start_step": 2,
     "parallel.bucket_mb": 0.01,
 }
-LOCAL = {"parallel.averaging": "local_sgd"}
+LOCAL = {"averaging.name": "local_sgd"}
 WAYS = [
     LOCAL,
-    {"parallel.averaging": "post_local_sgd"},
-    {"parallel.averaging": "diloco", "optim.name": "adamw", "optim.lr": 0.001},
+    {"averaging.name": "post_local_sgd"},
+    {"averaging.name": "diloco", "optim.name": "adamw", "optim.lr": 0.001},
 ]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS, ids=[way["parallel.averaging"] for way in WAYS])
+@pytest.mark.parametrize("way", WAYS, ids=[way["averaging.name"] for way in WAYS])
 def test_runs_follow_the_plain_one_and_resume_bit_for_bit_between_two_averages(
     way: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:
-    ranks(2, run, tmp_path / "plain", {**CHANGES, **way, "parallel.averaging": "none"})
+    ranks(2, run, tmp_path / "plain", {**CHANGES, **way, "averaging.name": "none"})
     ranks(2, run, tmp_path / "whole", {**CHANGES, **way})
     plain, whole = losses(tmp_path / "plain"), losses(tmp_path / "whole")
     assert whole[8] < whole[1] / 2
     assert whole[1] == pytest.approx(plain[1], rel=1e-6)
     assert whole != plain
-    assert f"average {way['parallel.averaging']}: " in (tmp_path / "whole" / "train.log").read_text()
+    assert f"average {way['averaging.name']}: " in (tmp_path / "whole" / "train.log").read_text()
     ranks(2, run, tmp_path / "resumed", {**CHANGES, **way, "steps": 5})
     ranks(2, run, tmp_path / "resumed", {**CHANGES, **way}, "auto")
     assert losses(tmp_path / "resumed") == whole
@@ -60,10 +60,10 @@ def test_runs_follow_the_plain_one_and_resume_bit_for_bit_between_two_averages(
 @pytest.mark.slow
 def test_groups_go_on_from_the_average_on_other_ranks_and_without_averaging(tmp_path: Path, ranks: Ranks) -> None:
     groups = {
-        "parallel.averaging": "hierarchical",
-        "parallel.averaging_group_ranks": 2,
-        "parallel.averaging_period": 4,
-        "parallel.averaging_group_period": 2,
+        "averaging.name": "hierarchical",
+        "averaging.group_ranks": 2,
+        "averaging.period": 4,
+        "averaging.group_period": 2,
         "data.batch_size": 6,
         "backbone": "smooth",  # whose steps do not depend on how samples lie on ranks
     }

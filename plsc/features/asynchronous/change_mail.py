@@ -106,12 +106,12 @@ class ChangeMail:
         self._put([part for part in [*parts, what.values] if part.numel()])
 
     def wait_until_sent(self) -> None:
-        """Return when all that was handed over has been sent; raises as :meth:`take` does."""
+        """Return when all that was handed over has been sent; raises as :meth:`arrived` does."""
         with self._news:
             self._news.wait_for(lambda: self._unsent == 0 or self._failure is not None)
             self._raise_failure()
 
-    def take(self, *, wait: bool) -> list[tuple[int, Changes | Meeting]]:
+    def arrived(self, *, wait: bool) -> list[tuple[int, Changes | Meeting]]:
         """Take what has arrived, with the ranks that it comes from; of a rank in the order in which it was sent.
 
         Args:

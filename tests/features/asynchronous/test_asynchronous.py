@@ -15,11 +15,11 @@ from support.tiny_runs import assert_same_files, each_step, losses, run, stored
 from torch import Tensor, nn
 
 import plsc
+from plsc.features.asynchronous.change_mail import ChangeMail, Changes
+from plsc.features.asynchronous.changes import AsynchronousChanges
+from plsc.features.asynchronous.config import AsynchronousConfig
 from plsc.head import storage
 from plsc.parallel import Mesh
-from plsc.parallel.change_mail import ChangeMail, Changes
-from plsc.parallel.strategies.ddp import ExchangeOptions
-from plsc.train.asynchronous import AsynchronousChanges
 from plsc.train.failures import Interrupted
 from plsc.train.metrics import read_metrics
 
@@ -63,7 +63,7 @@ class Replica:
             self.head.weight.copy_(table.repeat_interleave(self.head.centers, 0))
         given = {"lr": LR / mesh.world_size, "momentum": MOMENTUM, "weight_decay": DECAY}
         self.of_net, self.of_head = torch.optim.SGD(self.net.parameters(), **given), plsc.HeadSGD(self.head, **given)
-        exchange = ExchangeOptions(asynchronous=way, staleness=staleness, averaging_period=period)
+        exchange = AsynchronousConfig(mode=way, staleness=staleness, period=period)
         self.exchange = AsynchronousChanges(mesh, self.net, exchange)
         self.exchange.take_table(self.of_head)
 
@@ -78,7 +78,7 @@ class Replica:
         for optimizer in (self.of_net, self.of_head):
             optimizer.step()
             optimizer.zero_grad()
-        self.exchange.settle(NO)
+        self.exchange.commit_or_undo(NO)
         return obeyed
 
     def state(self) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Replica:
 @contextmanager
 def delivering(replica: Replica, period: int, staleness: int, meeting: list[bool]) -> Iterator[None]:
     """Let each step find what the bound asks for and nothing else, however fast the ranks are; a meeting finds all."""
-    take, held, known = ChangeMail.take, list[tuple[int, Any]](), dict[int, int]()
+    take, held, known = ChangeMail.arrived, list[tuple[int, Any]](), dict[int, int]()
 
     def exactly(mail: ChangeMail, *, wait: bool) -> list[tuple[int, Any]]:
         if meeting[0]:
@@ -107,7 +107,7 @@ def delivering(replica: Replica, period: int, staleness: int, meeting: list[bool
         held[:] = [one for one in held if all(one is not other for other in ready)]
         return ready
 
-    with mock.patch.object(ChangeMail, "take", exactly):
+    with mock.patch.object(ChangeMail, "arrived", exactly):
         yield
 
 
@@ -293,14 +293,14 @@ CHANGES: dict[str, Any] = {
     "optim.schedule": "constant",
     "optim.lr": 0.02,
     "checkpoint.every_steps": 8,
-    "parallel.asynchronous": "full",
-    "parallel.staleness": 2,
+    "asynchronous.mode": "full",
+    "asynchronous.staleness": 2,
 }
 
 
 @pytest.mark.slow
 def test_a_run_without_staleness_is_the_synchronous_one_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
-    for name, changes in (("async", {"parallel.staleness": 0}), ("sync", {"parallel.asynchronous": "none"})):
+    for name, changes in (("async", {"asynchronous.staleness": 0}), ("sync", {"asynchronous.mode": "none"})):
         ranks(2, run, tmp_path / name, {**CHANGES, **changes}, head_ranks=1)
     assert losses(tmp_path / "async") == losses(tmp_path / "sync")
     assert_same_files(tmp_path / "async", tmp_path / "sync")
@@ -312,7 +312,7 @@ def test_a_run_without_staleness_is_the_synchronous_one_bit_for_bit(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_learns_meets_at_its_checkpoints_and_goes_on(way: str, tmp_path: Path, ranks: Ranks) -> None:
-    changes = {**CHANGES, "parallel.asynchronous": way, "parallel.averaging_period": 3, "ema_decay": 0.9}
+    changes = {**CHANGES, "asynchronous.mode": way, "asynchronous.period": 3, "ema_decay": 0.9}
     changes |= {"data.batch_size": 4, "optim.accumulate": 2}
     ranks(3, run, tmp_path, {**changes, "steps": 8}, head_ranks=1)
     begun = losses(tmp_path)
@@ -329,7 +329,7 @@ def test_a_run_learns_meets_at_its_checkpoints_and_goes_on(way: str, tmp_path: P
         2,
         run,
         tmp_path / "sync",
-        {**changes, "parallel.asynchronous": "none", "steps": 18},
+        {**changes, "asynchronous.mode": "none", "steps": 18},
         str(tmp_path),
         head_ranks=1,
     )
@@ -353,7 +353,7 @@ def stopped(mesh: Mesh, out: Path, changes: dict[str, Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(way: str, tmp_path: Path, ranks: Ranks) -> None:
-    changes = {**CHANGES, "parallel.asynchronous": way, "parallel.averaging_period": 3}
+    changes = {**CHANGES, "asynchronous.mode": way, "asynchronous.period": 3}
     first, *others = ranks(3, stopped, tmp_path, changes, head_ranks=1)
     assert first.startswith("stopped by a signal after step ")
     assert others == [first, first]

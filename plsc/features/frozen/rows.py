@@ -1,8 +1,7 @@
-"""Classes whose rows stay as they are while others train: ``frozen_rows``."""
+"""Classes whose rows stay as they are while others train: ``frozen_rows`` of the class head."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,58 +12,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import DataError, UsageError
+from plsc.head.kept_rows import KeptRows
 from plsc.head.key_map import KeyMap, Keys
+from plsc.head.options import HeadFeature
 from plsc.regular_files import map_npy, open_regular
 
 if TYPE_CHECKING:
-    from plsc.head.backends.torch_backend import Updater
-    from plsc.head.class_table import Chunk  # which import this module
-    from plsc.head.low_precision import RowState
-    from plsc.head.update_rules import Update
+    from plsc.head.sharded_head import ShardedHead
 
 _NO_KEYS = (
     'frozen_rows of a table whose classes come and go is "all", FILE.txt of their names, one a line, or a list of '
     "keys: classes have no numbers"
 )
-COPIED_ROWS = 16384  # at a time, while they are updated
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
-@dataclass(frozen=True)
-class FrozenRows:
-    """Which of a shard's rows are frozen.
+@dataclass(frozen=True, eq=False)
+class FrozenRows(HeadFeature):
+    """Classes that stay in the softmax and are not updated: their rows and the optimizer's state keep their bits.
+
+    Beside rows that train, they take a copy of each chunk while it is updated, and Triton's update a launch of its own.
 
     Attributes:
-        rows: (rows,) bool, on the device that computes.
-        are_all: whether there is no other row.
+        frozen_rows: "all" (pass 2 is left out then), "START:STOP" (STOP is the first that trains), FILE.npy of class
+            numbers, or these. Where classes come and go: "all", FILE.txt of names, one a line, or keys. None: all rows
+            train.
     """
 
-    rows: Tensor
-    are_all: bool
+    frozen_rows: str | Sequence[int] | Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        value: str | Sequence[int] | Tensor,
-        num_classes: int,
-        own: tuple[int, int],
-        centers: int,
-        device: torch.device,
-    ) -> "FrozenRows":
-        """The rows of ``value``'s classes among the shard's.
+    def attach(self, head: "ShardedHead") -> None:
+        """See :meth:`HeadFeature.attach`."""
+        if self.frozen_rows is None:
+            return
+        if head.update != "fused":
+            raise UsageError('frozen_rows are kept by the head\'s own optimizers: give update="fused"')
+        head.keep(self)
 
-        Args:
-            value: "all", "START:STOP" (STOP is the first that is not frozen), FILE.npy of class numbers, or these.
-            num_classes: of all ranks.
-            own: (first, last + 1) of the shard's classes.
-            centers: rows per class.
-            device: that computes.
+    def by_number(self, num_classes: int, own: tuple[int, int], centers: int, device: torch.device) -> KeptRows:
+        """See :meth:`plsc.head.kept_rows.KeptClasses.by_number`.
 
         Raises:
-            UsageError: it is none of these, or a class does not exist.
+            UsageError: ``frozen_rows`` is none of these, or a class does not exist.
             DataError: the file cannot be read.
         """
-        first, stop = own
+        (first, stop), value = own, self.frozen_rows
+        assert value is not None
         frozen = np.zeros(stop - first, dtype=bool)
         if isinstance(value, str) and value == "all":
             frozen[:] = True
@@ -77,49 +70,12 @@ class FrozenRows:
             classes = _numbers(value, num_classes)
             frozen[classes[(classes >= first) & (classes < stop)] - first] = True
         rows = torch.from_numpy(frozen).repeat_interleave(centers).to(device)
-        return cls(rows, bool(frozen.all()))
+        return KeptRows(rows, bool(frozen.all()))
 
-    def set_classes(self, classes: NDArray[np.int64], centers: int) -> None:
-        """Let the rows of the shard's ``classes`` (n,) be frozen, and no others."""
-        frozen = np.zeros((len(self.rows) // centers, centers), dtype=bool)
-        frozen[classes] = True
-        self.rows.copy_(torch.from_numpy(frozen.ravel()))
-
-    def in_chunk(self, chunk: "Chunk") -> Tensor:
-        """Which of a chunk's rows (n·K,) are frozen."""
-        return self.rows[chunk.local_rows if chunk.table.is_copy else chunk.index]
-
-    def kept(self, chunk: "Chunk", state: Mapping[str, "RowState"]) -> AbstractContextManager[None]:
-        """:func:`kept_rows` of the frozen ones."""
-        return kept_rows(chunk, state, self.in_chunk(chunk))
-
-    def updater(self, updater: "Updater") -> "Updater":
-        """Return what updates a chunk as ``updater`` does, but for frozen rows."""
-
-        def update_others(chunk: "Chunk", gradient: Tensor, state: Mapping[str, "RowState"], update: "Update") -> None:
-            for part, rows in chunk.parts(COPIED_ROWS):
-                with self.kept(rows, state):
-                    updater(rows, gradient[part], state, update)
-
-        return update_others
-
-
-@contextmanager
-def kept_rows(chunk: "Chunk", state: Mapping[str, "RowState"], kept: Tensor) -> Iterator[None]:
-    """Give rows of a chunk, their norms and state back what they held, bit for bit, after the block.
-
-    Args:
-        chunk: of the table.
-        state: the optimizer's tables.
-        kept: which rows, or one value for all. They are not listed: how many there are is what only the device knows.
-    """
-    tables = [chunk.table.weight, chunk.table.inverse_norm]
-    tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
-    before = [table[chunk.index].clone() for table in tables]
-    yield
-    for table, values in zip(tables, before, strict=True):
-        now = table[chunk.index]
-        table[chunk.index] = torch.where(kept.view(-1, *[1] * (now.dim() - 1)), values, now)
+    def by_key(self) -> "FrozenKeys":
+        """See :meth:`plsc.head.kept_rows.KeptClasses.by_key`."""
+        assert self.frozen_rows is not None
+        return FrozenKeys(self.frozen_rows)
 
 
 class FrozenKeys:

@@ -1,28 +1,27 @@
-"""Averaging of the backbone's weights every few steps, in the place of its gradients at every step (``averaging``).
+"""Averaging of the backbone's weights every few steps, in the place of its gradients at every step.
 
 Each rank, or group of ranks, steps by its own gradients in between. What a step needs of the averages is what it needs
-of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet. torch's model
-averagers would return weights laid out row by row, leave out those without a gradient, and wait for the device.
+of a :class:`GradientExchange`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import UsageError
 from plsc.extensions import Registry
+from plsc.features.averaging.config import AveragingConfig
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, in_memory_order
-from plsc.parallel.mesh import Mesh, divisors, subgroup
+from plsc.parallel.mesh import Mesh, subgroup
+from plsc.parallel.replica_weights import ReplicaWeights, flat, write_flat
+from plsc.parallel.strategies.ddp import GradientExchange
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
 
-class ModelAveraging(GradientExchange):
+class ModelAveraging(ReplicaWeights):
     """Local SGD (Stich, ICLR 2019, arXiv:1805.09767): ranks step alone, and average their weights every few steps.
 
     With ``start_step`` it is post-local SGD (Lin et al., ICLR 2020, arXiv:1808.07217), with groups hierarchical local
@@ -41,20 +40,14 @@ class ModelAveraging(GradientExchange):
         UsageError: groups do not divide the ranks.
     """
 
-    keeps_state = True
-
     def __init__(
-        self, mesh: Mesh, module: nn.Module, options: ExchangeOptions, *, start_step: int = 0, group_period: int = 1
+        self, mesh: Mesh, module: nn.Module, options: AveragingConfig, *, start_step: int = 0, group_period: int = 1
     ) -> None:
-        check_group_ranks(options.averaging_group_ranks, mesh.world_size)
-        super().__init__(mesh, module, options)
-        self._start_step, self._group_period = start_step, group_period
-        self._parameters = list(module.parameters())
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._own: dict[nn.Parameter, Tensor] = {}  # this rank's weights, while the parameters hold the average
-        self._step = 0
+        options.check_world(mesh.world_size)
+        super().__init__(mesh, module)
+        self._period, self._start_step, self._group_period = options.period, start_step, group_period
         self._hook_state: Any = None
-        ranks = options.averaging_group_ranks
+        ranks = options.group_ranks
         self._group = subgroup(mesh, ranks) if ranks > 1 else Mesh(0, 1, mesh.local_rank, mesh.device)
 
     def register(self, net: "DistributedDataParallel") -> None:
@@ -66,10 +59,6 @@ class ModelAveraging(GradientExchange):
         self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, self._start_step, averages)
         net.register_comm_hook(self._hook_state, post_local_sgd.post_localSGD_hook)
 
-    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember ``optimizer``, whose state belongs to the rank's own weights."""
-        self._optimizer = optimizer
-
     def begin(self, step: int) -> None:
         """Count the steps of the run, not of the process."""
         self._step = step
@@ -77,7 +66,7 @@ class ModelAveraging(GradientExchange):
         self.replicas_differ |= step >= self._start_step
 
     @torch.no_grad()
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Average the weights where it is time."""
         done = self._step + 1
         if self._is_due(done):
@@ -92,63 +81,12 @@ class ModelAveraging(GradientExchange):
     def _is_due(self, done: int) -> bool:
         """Return whether all ranks average after so many steps of the run."""
         since = done - self._start_step
-        return since > 0 and since % self._options.averaging_period == 0
+        return since > 0 and since % self._period == 0
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return the bytes that a rank contributes to the collectives of all ranks at a step; within groups, more."""
         sends = step < self._start_step or self._is_due(step + 1)
         return super().sent_bytes(parameters, step) if sends else 0
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the parameters hold the average over all ranks until the block ends."""
-        if not self.replicas_differ:
-            yield
-            return
-        self._own = {parameter: parameter.detach().clone() for parameter in self._trained}
-        self.average(self._trained)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, own in self._own.items():
-                    parameter.copy_(own)
-            self._own = {}
-
-    @torch.no_grad()
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """Set dense tensors of one dtype to their averages over all ranks."""
-        targets = list(tensors)
-        write_flat(all_reduce_sum(flat(targets), self._mesh).div_(self._mesh.world_size), targets)
-
-    @property
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._parameters if parameter.requires_grad]
-
-    def state(self) -> dict[str, Tensor]:
-        """This rank's weights and their optimizer's state, by the weight's place among the trained; none if all agree.
-
-        Numbers of steps are equal on all ranks, and are left out.
-        """
-        if not self.replicas_differ:
-            return {}
-        tensors: dict[str, Tensor] = {}
-        for index, weight in enumerate(self._trained):
-            tensors[f"{index}.weight"] = self._own.get(weight, weight.detach()).contiguous()
-            state = {} if self._optimizer is None else self._optimizer.state.get(weight, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    tensors[f"{index}.optimizer.{name}"] = value.contiguous()
-        return tensors
-
-    @torch.no_grad()
-    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a rank's weights, whose state ``optimizer`` has; they stay as they are where there are none."""
-        self._optimizer = optimizer
-        for index, weight in enumerate(self._trained):
-            if f"{index}.weight" in tensors:
-                weight.copy_(tensors[f"{index}.weight"])
-                self.replicas_differ = True
 
 
 class DiLoCo(ModelAveraging):
@@ -159,14 +97,14 @@ class DiLoCo(ModelAveraging):
     outer_lr = 1 and outer_momentum = 0 that is local SGD.
     """
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
+    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingConfig) -> None:
         super().__init__(mesh, module, options)
         self._common = {weight: nn.Parameter(weight.detach().clone()) for weight in self._parameters}
         lr, momentum = options.outer_lr, options.outer_momentum
         self._outer = torch.optim.SGD(self._common.values(), lr, momentum=momentum, nesterov=momentum > 0)
 
     @torch.no_grad()
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Take the outer step where it is time."""
         if not self._is_due(self._step + 1):
             return
@@ -201,19 +139,19 @@ class DiLoCo(ModelAveraging):
         super().restore(optimizer, tensors)
 
 
-def _post_local_sgd(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
-    return ModelAveraging(mesh, module, options, start_step=options.averaging_start_step)
+def _post_local_sgd(mesh: Mesh, module: nn.Module, options: AveragingConfig) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, start_step=options.start_step)
 
 
-def _hierarchical(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
-    return ModelAveraging(mesh, module, options, group_period=options.averaging_group_period)
+def _hierarchical(mesh: Mesh, module: nn.Module, options: AveragingConfig) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, group_period=options.group_period)
 
 
 # Every kind by its name in the configuration, and those of installed packages.
-AVERAGINGS: Registry[Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchange]] = Registry(
+AVERAGINGS: Registry[Callable[[Mesh, nn.Module, AveragingConfig], GradientExchange]] = Registry(
     "plsc.averagers",
     {
-        "none": GradientExchange,
+        "none": lambda mesh, module, options: GradientExchange(mesh, module),
         "local_sgd": ModelAveraging,
         "post_local_sgd": _post_local_sgd,
         "hierarchical": _hierarchical,
@@ -224,30 +162,14 @@ AVERAGINGS: Registry[Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchan
 )
 
 
-def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions) -> GradientExchange:
-    """Return the averaging that ``name`` means in AVERAGINGS; with one rank there is none, whatever its name.
+def model_averaging(options: AveragingConfig, module: nn.Module, mesh: Mesh) -> GradientExchange:
+    """Return the averaging that ``options`` name in AVERAGINGS; with one rank there is none, whatever its name.
 
     Every rank calls, as groups are made.
 
     Raises:
         UsageError: groups do not divide the ranks.
     """
-    return (AVERAGINGS[name] if mesh.world_size > 1 else GradientExchange)(mesh, module, options)
-
-
-def check_group_ranks(group_ranks: int, world_size: int) -> None:
-    """UsageError unless ``group_ranks`` divides the number of ranks."""
-    if world_size % group_ranks:
-        raise UsageError(
-            f"parallel.averaging_group_ranks = {group_ranks} does not divide the number of ranks, {world_size}; "
-            f"give {divisors(world_size)}"
-        )
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([in_memory_order(tensor.detach()) for tensor in tensors])
-
-
-def write_flat(flat: Tensor, tensors: Iterable[Tensor]) -> None:
-    targets = [in_memory_order(tensor.detach()) for tensor in tensors]
-    torch._foreach_copy_(targets, flat.split([target.numel() for target in targets]))
+    if mesh.world_size == 1:
+        return GradientExchange(mesh, module)
+    return AVERAGINGS[options.name](mesh, module, options)

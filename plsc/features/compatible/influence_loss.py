@@ -14,6 +14,8 @@ from torch import Tensor
 from plsc.config import Config
 from plsc.data import ImageDataset
 from plsc.errors import DataError, UsageError
+from plsc.features.compatible.class_centres import ClassCentres, open_centres
+from plsc.features.compatible.config import CompatibleConfig
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.losses import CosFace
@@ -21,7 +23,6 @@ from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.strategies import Strategy
 from plsc.progress import counted
-from plsc.train.class_centres import ClassCentres, open_centres
 
 _ROWS = 65536  # of a source that are read at a time
 _SCALE = 64.0
@@ -117,18 +118,15 @@ class InfluenceLoss:
         )
 
 
-def make_influence_loss(
-    config: Config, dataset: ImageDataset, strategy: Strategy, *, exact: bool
-) -> InfluenceLoss | None:
-    """The influence loss that [compatible] describes; None without one.
+def make_influence_loss(config: Config, dataset: ImageDataset, strategy: Strategy, *, exact: bool) -> InfluenceLoss:
+    """The influence loss that [compatible] describes; every rank calls.
 
     Raises:
         UsageError: the centres do not exist, are of another width, or no class of the data has one.
         DataError: they cannot be read, or one is not finite or zero.
     """
-    if not config.compatible.with_:
-        return None
-    with open_centres(config.compatible.with_) as centres:
+    compatible = config.section(CompatibleConfig)
+    with open_centres(compatible.with_) as centres:
         if centres.dim != config.embedding_dim:
             raise UsageError(
                 f"compatible.with = {centres.source} has centres of {centres.dim} numbers, and embedding_dim is "
@@ -137,13 +135,13 @@ def make_influence_loss(
         centre_of = _matched(centres, dataset)
         head = _head(config, centres, strategy, exact=exact)
         _fill(head, centres)
-        weight, by_number = config.compatible.weight, centres.names is None
-        return InfluenceLoss(head, centre_of, weight, centres.origin, centres.digest(), by_number=by_number)
+        by_number = centres.names is None
+        return InfluenceLoss(head, centre_of, compatible.weight, centres.origin, centres.digest(), by_number=by_number)
 
 
 def _head(config: Config, centres: ClassCentres, strategy: Strategy, *, exact: bool) -> ShardedHead:
     """A table for the centres, sharded as the class table is."""
-    compatible, dtype = config.compatible, config.head.weight_dtype
+    compatible, dtype = config.section(CompatibleConfig), config.head.weight_dtype
     kind: Callable[..., ShardedHead] = ShardedHead if strategy.head_mesh is not None else AbsentHead
     if strategy.head_mesh is None:
         kind = partial(kind, backend="torch")

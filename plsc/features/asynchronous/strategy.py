@@ -8,7 +8,7 @@ from plsc.parallel.strategies.base import Strategy
 from plsc.parallel.strategies.layout import Layout
 
 
-class Asynchronous(Strategy):
+class AsynchronousReplicas(Strategy):
     """Ranks whose steps hold no collective; what they change travels in the background.
 
     A rank's loss is the mean over its own samples, and its table lies on a mesh of this rank alone.

@@ -1,7 +1,7 @@
 """Changes of a class table's rows: what this rank's updates change is recorded, what other ranks changed is added.
 
-For replicas that step by themselves and send each other what they have changed (``parallel.asynchronous``). Sums do not
-depend on their order but for rounding, which :meth:`TableChanges.finish` takes away when nothing is under way.
+For replicas that step by themselves and send each other what they have changed (asynchronous training). Sums do not
+depend on their order but for rounding, which :meth:`TableChanges.make_equal` takes away when nothing is under way.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from plsc.head.backends.torch_backend import Updater, rounding_bits, write_rows
 from plsc.head.class_table import Chunk, ClassTable
 from plsc.head.low_precision import RowState
-from plsc.head.replicas import Averages, ExchangeOptions, ReplicaAveraging
+from plsc.head.replicas import Averages, ReplicaAveraging, ReplicaOptions
 from plsc.head.update_rules import Update
 from plsc.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ class TableChanges(ReplicaAveraging):
     """
 
     def __init__(self, table: ClassTable, replicas: Mesh, averages: Callable[[], Averages]) -> None:
-        super().__init__(table, replicas, ExchangeOptions())
+        super().__init__(table, replicas, ReplicaOptions())
         self._averages = averages
         self._recorded: list[tuple[Tensor, Tensor]] = []
         self._added = 0
@@ -43,8 +43,8 @@ class TableChanges(ReplicaAveraging):
             before = chunk.table.weight[chunk.index].to(self._dtype, copy=True)
             updater(chunk, gradient, state, step)
             change = chunk.table.weight[chunk.index].to(self._dtype) - before
-            if self._table.frozen is not None:  # whose rows are put back behind the update
-                change.masked_fill_(self._table.frozen.in_chunk(chunk)[:, None], 0)
+            if self._table.kept is not None:  # whose rows are put back behind the update
+                change.masked_fill_(self._table.kept.in_chunk(chunk)[:, None], 0)
             self._recorded.append((chunk.local_rows.cpu(), change.cpu()))
 
         return update
@@ -54,7 +54,7 @@ class TableChanges(ReplicaAveraging):
         """The number of rows of the table."""
         return self._table.shape.rows
 
-    def take(self) -> tuple[Tensor | None, Tensor]:
+    def pop_recorded(self) -> tuple[Tensor | None, Tensor]:
         """Take what was recorded since the last call: distinct rows (n,), None for all, and their changes (n, D).
 
         Changes are float32, or float64 of a float64 table.

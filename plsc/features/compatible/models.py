@@ -10,6 +10,8 @@ from plsc.embedding.contracts import models_in
 from plsc.embedding.embedder import FLIP_SUFFIX, Embedder, backbone_engine, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
 from plsc.errors import UsageError
+from plsc.features.compatible.class_centres import open_centres
+from plsc.features.compatible.config import CompatibleConfig
 from plsc.models import Backbone
 from plsc.parallel import Mesh
 from plsc.progress import note
@@ -17,7 +19,6 @@ from plsc.strict_toml import read_toml
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder, find_checkpoints
 from plsc.train.checkpoint_inspection import describe_checkpoint, read_backbone
 from plsc.train.checkpoint_reader import StoredCheckpoint
-from plsc.train.class_centres import open_centres
 from plsc.train.resumption import CONFIG
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def _kept_centres(run: Path) -> dict[str, Any]:
     """What the run's newest checkpoint says of the centres that it is trained among; empty where there is none."""
     published = CheckpointFolder(run / CHECKPOINTS, _ALONE).published()
     state = StoredCheckpoint(published[-1], _ALONE, prefixes=()).state if published else {}
-    kept = state.get("compatible")
+    kept = state.get("features", {}).get("compatible") or CompatibleConfig.former_state(state)
     return kept if isinstance(kept, dict) else {}
 
 

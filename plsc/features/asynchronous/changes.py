@@ -1,4 +1,4 @@
-"""Training whose steps wait for no other rank: each rank sends the others what it has changed (``asynchronous``).
+"""Training whose steps wait for no other rank: each rank sends the others what it has changed.
 
 A rank holds a replica of the backbone and of the class table, and takes steps by its own samples with 1/ranks of the
 learning rate. What a step has changed is added to the other replicas, where it arrives between two of their steps. Sums
@@ -22,19 +22,21 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from plsc.head.table_changes import TableChanges
+from plsc.features.asynchronous.change_mail import ChangeMail, Changes, Meeting
+from plsc.features.asynchronous.config import AsynchronousConfig
+from plsc.features.asynchronous.table_changes import TableChanges
 from plsc.optim.head_optimizers import HeadOptimizer
-from plsc.parallel.change_mail import ChangeMail, Changes, Meeting
 from plsc.parallel.mesh import Mesh
-from plsc.parallel.model_averaging import ModelAveraging, flat, write_flat
+from plsc.parallel.replica_weights import ReplicaWeights, flat, write_flat
 from plsc.parallel.step_timeline import COMMUNICATION, step_part
-from plsc.parallel.strategies.ddp import ExchangeOptions
 
 
-class AsynchronousChanges(ModelAveraging):
+class AsynchronousChanges(ReplicaWeights):
     """The exchange of changes; replicas meet, and become equal to the last bit, where the average is asked for.
 
-    Arguments are those of :class:`ModelAveraging`.
+    Args:
+        mesh, module: as :class:`ReplicaWeights` takes them.
+        options: of the run.
 
     Attributes:
         applied: the steps of each other rank whose changes this one has added: those before this number.
@@ -42,9 +44,9 @@ class AsynchronousChanges(ModelAveraging):
 
     replicas_differ = True
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
-        super().__init__(mesh, module, options)
-        self._period = options.averaging_period if options.asynchronous == "half" else 1
+    def __init__(self, mesh: Mesh, module: nn.Module, options: AsynchronousConfig) -> None:
+        super().__init__(mesh, module)
+        self._period = options.period if options.mode == "half" else 1
         self._staleness = options.staleness
         self._table: TableChanges | None = None
         self._mail: ChangeMail | None = None  # from the first step on
@@ -58,7 +60,8 @@ class AsynchronousChanges(ModelAveraging):
 
     def take_table(self, optimizer: HeadOptimizer) -> None:
         """Exchange what ``optimizer`` changes in its class table, too."""
-        self._table = optimizer.share_changes(self._mesh)
+        self._table = TableChanges(optimizer.head.softmax.table, self._mesh, optimizer.averages)
+        optimizer.wrap_updater(self._table.recording)
 
     def begin(self, step: int) -> None:
         """Add what has arrived, and wait for what the bound asks for."""
@@ -83,11 +86,11 @@ class AsynchronousChanges(ModelAveraging):
         return max((signal for first, signal in self._signals if first < known), default=0)
 
     @torch.no_grad()
-    def settle(self, skip: Tensor) -> None:
+    def commit_or_undo(self, skip: Tensor) -> None:
         """Send what this step has changed, or the round that it ends; nothing has changed where it was skipped."""
         assert self._table is not None
         weights = flat(self._trained).sub_(self._before).cpu()
-        changes = Changes(self._step, self._step + 1, self._stop, weights, *self._table.take())
+        changes = Changes(self._step, self._step + 1, self._stop, weights, *self._table.pop_recorded())
         self._pending = changes if self._pending is None else self._pending.followed_by(changes)
         if (self._step + 1) % self._period == 0:
             self._send_pending()
@@ -116,7 +119,7 @@ class AsynchronousChanges(ModelAveraging):
     def _opened_mail(self) -> ChangeMail:
         if self._mail is None:
             assert self._table is not None
-            like = Changes(0, 0, 0, flat(self._trained).cpu(), *self._table.take())
+            like = Changes(0, 0, 0, flat(self._trained).cpu(), *self._table.pop_recorded())
             self._mail = ChangeMail(self._mesh, like, self._table.rows)
             self.applied = dict.fromkeys(self._mail.others, self._step)
         return self._mail
@@ -126,7 +129,7 @@ class AsynchronousChanges(ModelAveraging):
         return any(steps < before and rank not in self._at_meeting for rank, steps in self.applied.items())
 
     def _add_arrived(self, mail: ChangeMail, *, wait: bool) -> None:
-        for rank, came in mail.take(wait=wait):
+        for rank, came in mail.arrived(wait=wait):
             self.applied[rank] = came.stop
             if isinstance(came, Meeting):
                 self._at_meeting.add(rank)

@@ -20,14 +20,14 @@ def steps(mesh, problem, sizes, kind, frozen, options):
     They are frozen for the last two alone: state has momentum by then, which must neither move nor decay.
     """
     head = make_head(mesh, problem, ARC, frozen_rows=frozen, **options)
-    held, head.softmax.table.frozen = head.softmax.table.frozen, None
+    held, head.softmax.table.kept = head.softmax.table.kept, None
     adam = {"lr": 0.01, "weight_decay": 0.1}
     sgd = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
     optimizer = plsc.HeadAdamW(head, **adam) if kind == "adamw" else plsc.HeadSGD(head, **sgd)
     found = []
     for step in range(4):
         if step == 2:
-            head.softmax.table.frozen = held
+            head.softmax.table.kept = held
             found.append(snapshot(head, optimizer))
         x, y = batch_of(problem, step, mesh, sizes)
         x = x.to(head.weight.dtype).requires_grad_()

@@ -11,8 +11,8 @@ from support.tiny_runs import losses, run
 from torch import nn
 
 from plsc.errors import UsageError
+from plsc.features.fp8.float8 import convert_to_float8
 from plsc.models import create
-from plsc.train.float8 import convert_to_float8
 
 Ranks = Any
 CPU = torch.device("cpu")

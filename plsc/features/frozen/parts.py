@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from plsc.config import Config
+from plsc.config import Config, stage_configs
+from plsc.features.frozen.config import FrozenConfig
 from plsc.optim.parameter_groups import fitting, last_given
 from plsc.parallel.strategies import Strategy
 
@@ -37,9 +38,10 @@ def frozen_names(config: Config, backbone: nn.Module) -> FrozenNames:
     """
     weights = dict(backbone.named_parameters())
     groups = [(table.name, table.values) for table in config.optim.groups]
-    names = fitting(config.frozen, list(weights), "frozen")
+    given = config.section(FrozenConfig).weights
+    names = fitting(given, list(weights), "frozen")
     names |= {name for name in weights if last_given("frozen", name, groups, False)}
-    patterns = [*config.frozen, *(name for name, values in groups if values.get("frozen"))]
+    patterns = [*given, *(name for name, values in groups if values.get("frozen"))]
     modules = {name for name, module in _with_statistics(backbone) if _is_frozen(name, module, names, patterns)}
     trained = {name for name, weight in weights.items() if weight.requires_grad}
     return FrozenNames(frozenset(names), frozenset(modules), trained <= names)
@@ -50,6 +52,14 @@ def frozen_for_good(stages: Sequence[FrozenNames]) -> set[str]:
     if all(names.is_whole for names in stages):
         return set()
     return set(frozenset.intersection(*(names.weights for names in stages)))
+
+
+def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
+    """Let what every stage freezes require no gradient; returns what each of them does."""
+    found = [frozen_names(each, backbone) for each in stage_configs(config)]
+    for name in frozen_for_good(found):
+        backbone.get_parameter(name).requires_grad_(False)
+    return found
 
 
 class FrozenParts:

@@ -28,12 +28,13 @@ from plsc.config import load, to_dict
 from plsc.data import open_dataset
 from plsc.embedding.set_writer import SetWriter, write_embedding_set
 from plsc.errors import DataError, PlscError, UsageError
+from plsc.features.compatible.class_centres import open_centres
+from plsc.features.compatible.feature import Compatible
+from plsc.features.compatible.influence_loss import InfluenceLoss, _matched
 from plsc.losses import CosFace
 from plsc.tools.entry import main
-from plsc.train.class_centres import open_centres
-from plsc.train.compatible import InfluenceLoss, _matched
 from plsc.train.metrics import read_metrics
-from plsc.train.state import _check_centres
+from plsc.train.state import feature_states
 
 Ranks = Any
 OLD = {"data.train": "avatars:6x6", "epochs": None, "steps": 4}
@@ -113,7 +114,7 @@ def test_no_known_sample_is_no_loss():
 def held(mesh, out, changes):
     """Whether the centres are the old run's rows, before and after two steps; and what the components say."""
     with open_trainer(mesh, out, changes, None) as trainer:
-        compatible = trainer.components.compatible
+        compatible = trainer.components.features["compatible"].influence
         first, stop = compatible.head.class_range
         before = compatible.head.weight.detach().clone()
         groups = trainer._groups()
@@ -207,7 +208,7 @@ def shares(mesh, out, changes):
     """What each of a step's micro-batches weighs in the influence loss."""
     found = []
     with open_trainer(mesh, out, changes, None) as trainer:
-        compatible = trainer.components.compatible
+        compatible = trainer.components.features["compatible"].influence
         share = compatible.share
         compatible.share = lambda labels: found.append(share(labels)) or found[-1]
         trainer.stepper.step(next(trainer._groups()), 0)
@@ -298,9 +299,13 @@ def test_what_is_no_old_model_is_refused_in_one_line(ranks, tmp_path, old):
 def test_keys_that_need_an_old_model_are_refused_without_one():
     with pytest.raises(UsageError, match=r"\[compatible\] has no old class centres: give compatible.with"):
         load(None, {"compatible.weight": 2.0})
-    with pytest.raises(UsageError, match=r'frozen = "\*" trains nothing that compatible.with could change'):
+    with pytest.raises(
+        UsageError, match=r'frozen = "\*" trains nothing that compatible.with = "runs/old" could change'
+    ):
         load(None, {"compatible.with": "runs/old", "frozen": ("*",)})
-    with pytest.raises(UsageError, match=r"compatible.with is made for a single class table"):
+    with pytest.raises(
+        UsageError, match=r"does not go with \[\[table\]\]: old centres are those of a single"
+    ):
         load(None, {"compatible.with": "runs/old", "table": ({"name": "a"}, {"name": "b"})})
 
 
@@ -329,13 +334,14 @@ def test_an_old_run_that_began_anew_is_another_one(ranks, tmp_path):
 
 def test_checkpoints_of_earlier_versions_are_compared_by_what_they_hold():
     head = plsc.ShardedHead(8, 2, margin=CosFace(s=8.0, m=0.0), momentum_dtype=None)
-    now = InfluenceLoss(head, torch.tensor([0, 1]), 1.0, "step 4", "aa")
-    components = SimpleNamespace(compatible=now, config=load(None, {"compatible.with": "old"}))
-    state = {"config": to_dict(components.config), "compatible": {"classes": 2, "matched": 1, "origin": "step 4"}}
-    _check_centres(state, components)
-    state["compatible"]["digest"] = "bb"
+    feature = Compatible(load(None, {"compatible.with": "old"}))
+    feature.influence = InfluenceLoss(head, torch.tensor([0, 1]), 1.0, "step 4", "aa")
+    former = {"config": to_dict(feature.config), "compatible": {"classes": 2, "matched": 1, "origin": "step 4"}}
+    stored = SimpleNamespace(state=former)
+    feature.check_state(feature_states(former)["compatible"], stored)
+    former["compatible"]["digest"] = "bb"
     with pytest.raises(UsageError, match="holds other centres"):
-        _check_centres(state, components)
+        feature.check_state(feature_states(former)["compatible"], stored)
 
 
 def test_a_copied_checkpoint_needs_names_and_a_file_is_said_to_go_by_number(ranks, tmp_path, old):

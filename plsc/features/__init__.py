@@ -1,0 +1,1 @@
+"""Rare features of training, a folder each; :data:`plsc.feature_config.FEATURES` lists their sections."""

@@ -1,0 +1,1 @@
+"""Steps that wait for no other rank."""

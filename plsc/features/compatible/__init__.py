@@ -1,0 +1,1 @@
+"""Embeddings that stay comparable with those of an old model (backward-compatible training)."""

@@ -1,0 +1,1 @@
+"""Weights of the backbone, and rows of the class table, that are not trained."""

@@ -1,0 +1,143 @@
+"""Options of a class head, in groups: of its table here, and of each rare feature where that lives.
+
+A group is a frozen dataclass. ``plsc.ShardedHead`` takes groups, or their fields as keywords: each keyword is of one
+group, which :data:`KEYWORDS` names.
+"""
+
+import dataclasses
+import numbers
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from plsc.arguments import as_integer
+from plsc.errors import UsageError
+from plsc.extensions import Registry, is_subclass
+from plsc.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from plsc.head.sharded_head import ShardedHead  # which imports this module
+
+
+_Group = TypeVar("_Group")
+
+
+@dataclass(frozen=True)
+class HeadFeature:
+    """A rare feature of a class head: a frozen dataclass of its options."""
+
+    def attach(self, head: "ShardedHead") -> None:
+        """Take part in a head that is whole; UsageError where it cannot."""
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Options of the class table that are rarer than arguments of their own.
+
+    Attributes:
+        centers: sub-centres K per class; a class's cosine is that of its nearest (Deng et al., ECCV 2020).
+        seed: of first weights, sampling and rounding.
+        update: "fused" lets the head's optimizers do pass 2 and the step, chunk by chunk; "autograd" leaves
+            ``weight.grad`` for any optimizer instead.
+        chunk_classes: classes per chunk; by default chosen from the batch and the device. Results depend on it
+            by the order of float32 sums at most.
+        placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
+            "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
+            working memory of this run, and without ``journal`` overwritten by the next. From host and file, rows
+            come to the device while it computes (see :meth:`plsc.ShardedHead.prefetch`) and go back behind it:
+            results are those of "device", bit for bit. 1/norms and int8 scales of a mapped table stay in memory.
+        backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
+        fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
+            of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
+            three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
+
+    Raises:
+        UsageError: an option is out of its range.
+    """
+
+    centers: int = 1
+    seed: int = 0
+    update: Literal["fused", "autograd"] = "fused"
+    chunk_classes: int | None = None
+    placement: str = "device"
+    backend: str | None = None
+    fp32_precision: str = "ieee"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        object.__setattr__(self, "centers", as_integer(self.centers, "the head's centers", 1))
+        object.__setattr__(self, "seed", as_integer(self.seed, "the head's seed"))
+        if self.chunk_classes is not None:
+            chunk = as_integer(self.chunk_classes, "the head's chunk_classes", 1)
+            object.__setattr__(self, "chunk_classes", chunk)
+        if self.update not in ("fused", "autograd"):
+            raise UsageError(f'update must be "fused" or "autograd", not {self.update!r}')
+        if self.placement != "device" and self.update != "fused":
+            raise UsageError(f'placement {self.placement!r} leaves no gradient of the whole table: give update="fused"')
+
+
+# Each keyword with the group that has it, imported when the keyword is given.
+KEYWORDS: Registry[str | type] = Registry(
+    "plsc.head_options",
+    {
+        **{field.name: TableOptions for field in dataclasses.fields(TableOptions)},
+        **dict.fromkeys(("positives", "label_reduction", "labels_per_step"), "plsc.head.multi_label:LabelOptions"),
+        **dict.fromkeys(("averaging_period", "staleness"), "plsc.head.replicas:ReplicaOptions"),
+        "journal": "plsc.head.storage:JournalOptions",
+        "negative_filter": "plsc.head.negative_filter:NegativeFilterOptions",
+        "frozen_rows": "plsc.features.frozen.rows:FrozenRows",
+    },
+    is_subclass(HeadFeature),
+    "a subclass of plsc.head.options.HeadFeature",
+)
+
+
+class Options:
+    """The groups of a head's options.
+
+    Args:
+        groups: as the head takes them.
+        keywords: fields of groups by their names.
+
+    Raises:
+        UsageError: a keyword is of no group, or is given twice; a group is none, or refuses its values.
+    """
+
+    def __init__(self, groups: Iterable[object], keywords: Mapping[str, Any]) -> None:
+        self._groups: dict[type, Any] = {}
+        for group in groups:
+            if not dataclasses.is_dataclass(group) or isinstance(group, type):
+                raise UsageError(f"a head's options are groups such as plsc.TableOptions(centers=3), not {group!r}")
+            if type(group) in self._groups:
+                raise UsageError(f"options has two {type(group).__name__}; give one")
+            self._groups[type(group)] = group
+        by_group: dict[type, dict[str, Any]] = {}
+        for name, value in keywords.items():
+            by_group.setdefault(_group_of(name), {})[name] = value
+        for kind, values in by_group.items():
+            if kind in self._groups:
+                raise UsageError(f"{next(iter(values))} is given beside {kind.__name__}; give it there")
+            self._groups[kind] = kind(**values)
+
+    def get(self, kind: type[_Group]) -> _Group:
+        """The group of this kind; its defaults where none was given."""
+        return cast(_Group, self._groups.get(kind) or kind())
+
+    @property
+    def features(self) -> list[HeadFeature]:
+        """The groups that are rare features."""
+        return [group for group in self._groups.values() if isinstance(group, HeadFeature)]
+
+
+def _group_of(keyword: str) -> type:
+    group = KEYWORDS.find(keyword)
+    if group is None:
+        raise UsageError(f"a head has no option {keyword}{did_you_mean(keyword, KEYWORDS)}")
+    return pkgutil.resolve_name(group) if isinstance(group, str) else group
+
+
+def check_sample_rate(sample_rate: object) -> None:
+    """UsageError unless ``sample_rate`` is a number from 0 to 1."""
+    if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
+        raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
