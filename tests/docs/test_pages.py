@@ -52,12 +52,13 @@ SETTINGS = {
     "distributed.md": Setting(
         "faces.toml faces.rec lfw.bin unseen/ photos/", replaced={"/shared/": "shared/", **QUICK_DOCTOR}
     ),
-    "training.md": Setting(
-        files="faces.rec gallery/",
+    "training.md": Setting(files="faces.rec"),
+    "dynamic_classes.md": Setting(
         parsed_only=[
             f"table {action}" for action in ("remove", "check", "merge", "split", "rename", "add")
         ],  # few steps, few names
     ),
+    "gallery_pictures.md": Setting(files="gallery/"),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(
         files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
