@@ -52,6 +52,7 @@ SETTINGS = {
     "distributed.md": Setting(
         "faces.toml faces.rec lfw.bin unseen/ photos/", replaced={"/shared/": "shared/", **QUICK_DOCTOR}
     ),
+    "schedulers.md": Setting(files="faces.toml faces.rec lfw.bin", replaced={"/shared/": "shared/"}),
     "training.md": Setting(files="faces.rec"),
     "dynamic_classes.md": Setting(
         parsed_only=[
