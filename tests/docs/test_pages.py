@@ -94,13 +94,22 @@ SETTINGS = {
     ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "migration.md": Setting("model.onnx next.onnx people/ other/"),
-    "serving.md": Setting(
-        files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/ people/",
+    "serving.md": Setting(files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg"),
+    "onnx.md": Setting(
+        files="model.safetensors ada.jpg people/",
         replaced={
             "112": f"{SIDE}",  # a small model
             "--precision int8": "--precision int8 --max-tar-loss 1",  # that is not trained
         },
     ),
+    "open_inference.md": Setting(files="model.safetensors", replaced={"112": f"{SIDE}"}),
+    "safe_writes.md": Setting(files="model.safetensors ada.jpg"),
+    "bulk_enrolment.md": Setting(files="model.safetensors photos/"),
+    "picture_quality.md": Setting(files="model.safetensors"),
+    "approximate_search.md": Setting(files="model.safetensors"),
+    "monitoring.md": Setting(files="model.safetensors"),
+    "audit_log.md": Setting(files="model.safetensors"),
+    "encryption.md": Setting(files="model.safetensors"),
 }
 
 
