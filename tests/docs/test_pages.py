@@ -149,6 +149,13 @@ def test_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1_800
 
 
+def test_guides_and_pages_of_features_stay_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    guides = {ROOT / "docs" / f"{name}.md" for name in ("training", "distributed", "serving")}
+    assert not [page.name for page in guides if words[page] > 3_500]
+    assert not [page.name for page in PAGES if page.parent.name == "features" and words[page] > 700]
+
+
 def test_readme_begins_with_one_installation_and_one_command() -> None:
     first, second, *others = blocks_of(ROOT / "README.md")
     assert re.findall("^(pip|plsc|make) .*", first.text, flags=re.MULTILINE) == ["pip", "plsc"]
