@@ -1,4 +1,4 @@
-"""The predictions of docs/distributed.md: images/s that `plsc plan` expects for 1 to 1,024 GPUs, 1M to 400M classes.
+"""The predictions of docs/measured.md: images/s that `plsc plan` expects for 1 to 1,024 GPUs, 1M to 400M classes.
 
     python benchmarks/plan_table.py [--device h100] [--gpu-memory 80GB] [--backbone iresnet50] [--batch 128]
 

@@ -15,7 +15,7 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the page of release notes, on which the names of pages are links."""
     text = CHANGELOG.read_text(encoding="utf-8").replace("# Changelog", "# Release notes", 1)
-    linked = re.sub(r"`?docs/([\w-]+\.md)`?", r"[\g<0>](\1)", text)
+    linked = re.sub(r"`?docs/([\w/-]+\.md)`?", r"[\g<0>](\1)", text)
     files.append(File.generated(config, "release-notes.md", content=linked))
 
 

@@ -90,7 +90,7 @@ def test_the_reference_of_configuration_keys_is_up_to_date():
 
 def test_every_file_that_the_architecture_names_exists():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:plsc|models|data|tools|tests|docs)/[\w/.]+\.(?:py|svg|md))`", text):
+    for name in re.findall(r"(?<![\w/.])((?:plsc|models|data|tools|tests|docs)/[\w/.]+\.(?:py|svg|md))\b", text):
         assert (ROOT / name).exists(), name
 
 

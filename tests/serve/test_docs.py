@@ -1,4 +1,4 @@
-"""docs/serving.md and docs/migration.md show every request, which tests/docs runs; docs/deployment.md has nginx."""
+"""Serving, moving and the pages of features show every request, which tests/docs runs; docs/deployment.md has nginx."""
 
 import re
 import shutil
@@ -43,7 +43,8 @@ def test_swagger_ui_is_what_its_makers_published() -> None:
 
 
 def test_every_operation_is_shown(tmp_path):
-    script = blocks(SERVING, "sh") + blocks(MIGRATION, "sh")
+    pages = (SERVING, MIGRATION, *sorted((ROOT / "docs" / "features").glob("*.md")))
+    script = "\n".join(blocks(page, "sh") for page in pages)
     with live_service(tmp_path) as live:
         operations = live.ask("GET", "/openapi.json").json()["paths"]
     for path, methods in operations.items():

@@ -77,7 +77,7 @@ def test_what_a_checkpoint_holds_and_nothing_takes_is_named(tmp_path: Path, rank
     ranks(2, run, tmp_path / "diloco", {**diloco, "steps": 3})
     for name, same, kinds in (
         ("dgc", first, {"gradients that were not sent yet (parallel.comm_hook)", "the moving average of the weights"}),
-        ("diloco", diloco, {"the momentum of the outer steps (averaging.name)"}),
+        ("diloco", diloco, {"the momentum of the outer steps (averaging)"}),
     ):
         for changes, expected in (({**same, "steps": 4}, set()), (after, kinds)):
             out = tmp_path / f"{name} {len(expected)}"

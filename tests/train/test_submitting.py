@@ -1,4 +1,4 @@
-"""The jobs that docs/distributed.md submits: to Slurm, which runs here as a cluster of one node, and to Kubernetes."""
+"""The jobs that docs/features/schedulers.md submits: to Slurm, here a cluster of this node alone, and to Kubernetes."""
 
 import gzip
 import json
@@ -70,8 +70,8 @@ def commands_first() -> dict[str, str]:
 
 
 def block(title: str) -> str:
-    """The block of docs/distributed.md that shows the file ``title``."""
-    (found,) = [each.text for each in blocks_of(ROOT / "docs" / "distributed.md") if each.title == title]
+    """The block of docs/features/schedulers.md that shows the file ``title``."""
+    (found,) = [each.text for each in blocks_of(ROOT / "docs" / "features" / "schedulers.md") if each.title == title]
     return found
 
 
