@@ -148,21 +148,18 @@ class Service:
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which may block on the store, in a thread, and in the request's context."""
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._storers, call, current_owner())
+        return await self._in_thread(self._storers, current_owner(), function, *args, **keywords)
 
     async def change(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which changes the store, as :meth:`in_store` does.
 
         One caller's changes wait here, where another's passes them: at the store's lock it would stand behind them all.
         """
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._changers, call, current_owner())
+        return await self._in_thread(self._changers, current_owner(), function, *args, **keywords)
 
     async def move(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, a step of a collection's move that computes for long, one at a time beside all changes."""
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._movers, call, current_owner())
+        return await self._in_thread(self._movers, current_owner(), function, *args, **keywords)
 
     async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
@@ -277,7 +274,7 @@ class Service:
                 return function(*args, **keywords)
 
         try:
-            return await self._in_thread(self._filterers, call, current_owner())
+            return await self._in_thread(self._filterers, current_owner(), call)
         except asyncio.CancelledError:
             is_gone = True
             raise
@@ -392,7 +389,10 @@ class Service:
         self.store.close()
         self.audit.close()
 
-    async def _in_thread(self, threads: Workers[int], call: Callable[[], Result], owner: Owner) -> Result:
+    async def _in_thread(
+        self, threads: Workers[int], owner: Owner, function: Callable[..., Result], *args: Any, **keywords: Any
+    ) -> Result:
+        call = partial(contextvars.copy_context().run, function, *args, **keywords)
         begun = time.monotonic()
         (future,) = threads.submit(owner, [lambda _: call()])
         try:
@@ -418,7 +418,7 @@ class Service:
         asked_at, asking = self._remembered.get(key, (-math.inf, None))
         if asking is None or now - asked_at >= _REMEMBERED_SECONDS:
             # Nobody's: others wait for it as well, and not behind the work of the one who asks first.
-            asking = asyncio.ensure_future(self._in_thread(self._storers, partial(function, *args), NOBODY))
+            asking = asyncio.ensure_future(self._in_thread(self._storers, NOBODY, function, *args))
             asking.add_done_callback(partial(self._drop_failed, key))
             if len(self._remembered) > self.settings.limits.collections:
                 self._remembered.clear()

@@ -411,8 +411,8 @@ USING = (
     Defect(
         "one token's changes wait at the store before another's",
         "plsc/serve/service.py",
-        "return await self._in_thread(self._changers, call, current_owner())",
-        "return await self._in_thread(self._storers, call, current_owner())",
+        "return await self._in_thread(self._changers, current_owner(), function, *args, **keywords)",
+        "return await self._in_thread(self._storers, current_owner(), function, *args, **keywords)",
         ("tests/serve/test_token_turns.py",),
     ),
     Defect(
