@@ -37,8 +37,9 @@ from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.files import atomic_write
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
-from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role, parse_rate_limits
+from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
 from plsc.serve.errors import ApiError
+from plsc.serve.limits import parse_rate_limits
 from plsc.text_files import parse_toml, read_text
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
@@ -59,7 +60,7 @@ class Token:
     Attributes:
         allow: rights besides the role.
         collections: those it may know of; None is all.
-        rates: limits as :func:`plsc.serve.access.parse_rate_limit` reads them.
+        rates: limits as :func:`plsc.serve.limits.parse_rate_limits` reads them.
         expires: a date, or a time in ISO 8601, from which the token is refused; in UTC where it names no time zone.
     """
 
