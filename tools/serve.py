@@ -174,7 +174,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
     from plsc.embedding.quality import parse_quality_gates
-    from plsc.serve.access import parse_rate_limits
+    from plsc.serve.limits import parse_rate_limits
     from plsc.serve.settings import Items, Limits, Settings
 
     folder = store_folder(args.store)

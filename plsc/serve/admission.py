@@ -14,16 +14,16 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plsc.gallery.store import collect_changes, take_changes
-from plsc.serve.access import Allowance, Caller, Permission, RateLimiter, Shared, local_caller, rate_headers, set_caller
+from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
-from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
+from plsc.serve.connections import Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.lifecycle import Lifecycle
+from plsc.serve.limits import HEALTH, STRANGERS, Allowance, RateLimiter, Shared, Turns, rate_headers
 from plsc.serve.observability import Metrics
 from plsc.serve.routing import permission_of
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
-from plsc.serve.turns import TokenTurns, Turns
 
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
@@ -40,8 +40,6 @@ OPEN, ANY = Permission(None), Permission("search")
 OpenEndpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 _HEALTH = ("/health/", "/v2/health/")
 _TOO_SLOW = 408
-_OPEN_PART, _HEALTH_PART = 0.05, 0.02  # of the event loop's time, for unknown callers
-_LINGER_SECONDS, _LINGER_PAUSE = 5.0, 1.0  # for which what still comes is dropped: a reset would take the answer along
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for callers that went away before the answer
 
 
@@ -130,9 +128,9 @@ class RequestContext:
     async def _drop_body(self) -> None:
         """Take what a caller still sends who has been answered: closing at once would lose the answer on its way."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
+            async with asyncio.timeout(self._limits.linger_seconds):
                 while True:
-                    async with asyncio.timeout(_LINGER_PAUSE):
+                    async with asyncio.timeout(self._limits.linger_pause_seconds):
                         message = await self._receive()
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
@@ -177,10 +175,8 @@ class Admission:
         self._app, self._lifecycle, self._tokens, self._metrics = app, lifecycle, tokens, metrics
         limits = self._limits = settings.limits
         self._audited = settings.audit_events
-        self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
-        # Of unknown callers; who asks for health waits for no other.
-        self._open_turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
-        self.turns = TokenTurns()
+        self._rates = RateLimiter(settings.rate_limits, metrics.throttled, settings.clock)
+        self.turns = Turns(limits, settings.clock)
         self._routes = [(route, permission_of(route)) for route in routes]
         self._open = _open_endpoints(routes, static)
         self._requests = Shared("requests in flight", limits.requests, settings.share)
@@ -248,12 +244,12 @@ class Admission:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
         turn = partial(self._call_app, context) if answer is None else partial(_respond, context, answer)
-        if answer is None or self._tokens is None or context.caller is not None:
-            await self.turns.take(context.owner, turn)
-        else:  # an unknown caller
-            context.connection.belongs_to(None)
-            turns = self._health_turns if context.route.startswith(_HEALTH) else self._open_turns
-            await turns.take(context.connection, turn)
+        connection, owner = context.connection, context.owner
+        if answer is not None and self._tokens is not None and context.caller is None:
+            connection.belongs_to(None)
+            connection.on_lost = context.cancel
+            owner = HEALTH if context.route.startswith(_HEALTH) else STRANGERS
+        await self.turns.take(owner, turn, connection)
 
     async def _call_app(self, context: RequestContext) -> None:
         await self._app(context.scope, context.receive, context.send)
@@ -321,12 +317,14 @@ class Admission:
 
     def _check_unknown(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """:class:`ApiError` for a head that is larger than heads without a good token may be."""
-        is_long = len(scope["raw_path"]) + len(scope["query_string"]) > UNKNOWN_TARGET_BYTES
-        if is_long or sum(len(name) + len(value) for name, value in scope["headers"]) > UNKNOWN_HEAD_BYTES:
+        limits = self._limits
+        is_long = len(scope["raw_path"]) + len(scope["query_string"]) > limits.unknown_target_bytes
+        head = sum(len(name) + len(value) for name, value in scope["headers"])
+        if is_long or head > limits.unknown_head_bytes:
             try:
                 self._identify(scope, headers)
             except ApiError:
-                raise target_too_long() if is_long else head_too_large() from None
+                raise target_too_long(limits) if is_long else head_too_large(limits) from None
 
     def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         if self._tokens is None:

@@ -10,7 +10,6 @@ attributes ``flow``, ``pipeline`` and ``cycle``, for which pyproject.toml bounds
 """
 
 import asyncio
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,37 +17,23 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from plsc.serve.access import Bucket, Shared, over_share, part_beside
 from plsc.serve.errors import ApiError, to_response
+from plsc.serve.limits import Bucket, Clock, Shared, Turns
 from plsc.serve.settings import Limits
-from plsc.serve.turns import TokenTurns
 
-MAX_HEAD_BYTES = 65_536
-MAX_HEADERS = 256
-MAX_HEAD_PIECES = 64  # reads until a head is whole: 64 KiB are 45 packets
-MAX_TARGET_BYTES = 16_384  # path and query, which uvicorn and FastAPI take apart byte by byte
-UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES = 8_192, 2_048  # of a request without a good token
-MAX_PIPELINED = 32  # requests that wait behind the one in progress: a read may hold thousands
-UNKNOWN_PIPELINED = 4  # on a connection that has carried no good token
-MAX_CHUNKS = 65_536  # of one body: small ones cost a hundred times as much as their bytes
-_NEW_PART = 0.1  # of the event loop's time, for connections that are nobody's to the end
-_NEW_SAVED_SECONDS = 0.25
-_NEW_SECONDS = 0.0003  # of making and ending one
-_READ_BYTES, _READ_SECONDS = 8_192, 0.002  # of what has come, parsed before others have a turn
-_SMALL_BYTES, _SMALL_SECONDS = 256, 0.0005  # beside others, so small a piece of a body costs its token so much more
-_LAST_SECONDS = 1.0  # for an answer that an unknown caller still waits for when the service stops
 _NO_HTTP = ApiError(400, "the request is not valid HTTP")
 
 
-def target_too_long() -> ApiError:
+def target_too_long(limits: Limits) -> ApiError:
     """The error for a long path and query."""
-    most = f"{MAX_TARGET_BYTES:,} bytes together, {UNKNOWN_TARGET_BYTES:,} without a token that is known"
+    most = f"{limits.target_bytes:,} bytes together, {limits.unknown_target_bytes:,} without a token that is known"
     return ApiError(414, f"the path and the query have at most {most}; shorten them")
 
 
-def head_too_large() -> ApiError:
+def head_too_large(limits: Limits) -> ApiError:
     """The error for many or long headers."""
-    most = f"{MAX_HEADERS} headers of {MAX_HEAD_BYTES:,} bytes together, {UNKNOWN_HEAD_BYTES:,} without a known token"
+    most = f"{limits.headers} headers of {limits.head_bytes:,} bytes together"
+    most += f", {limits.unknown_head_bytes:,} without a known token"
     return ApiError(431, f"a request has at most {most}; send fewer (cookies are not needed)")
 
 
@@ -70,6 +55,11 @@ class Connection:
         self.seconds = 0.0  # that reading took and nobody has paid for
         self.fine = 0.0  # seconds besides, for which its token has to wait
 
+    @property
+    def holder(self) -> tuple[bool, str]:
+        """Whether it is a known caller's, and of which token, or address."""
+        return self.owner is not None, self.address if self.owner is None else self.owner
+
     def lose(self) -> None:
         """Say that the connection is lost, once."""
         if not self.is_lost:
@@ -83,91 +73,77 @@ class Connection:
             self._budget.move(self, owner)
 
 
-class _Pool:
-    """Connections by those who have them, the ones that have been idle longest first."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.count = most, 0
-        self.of: defaultdict[str, OrderedDict[Connection, None]] = defaultdict(OrderedDict)
-
-    def add(self, key: str, connection: Connection) -> None:
-        self.of[key][connection] = None
-        self.count += 1
-
-    def remove(self, key: str, connection: Connection) -> None:
-        if connection in self.of[key]:
-            del self.of[key][connection]
-            self.count -= 1
-        if not self.of[key]:
-            del self.of[key]
-
-    def largest(self) -> OrderedDict[Connection, None]:
-        return max(self.of.values(), key=len)
-
-
 class ConnectionBudget:
     """The open connections of a server: those of known callers by token, and nobody's by address.
 
     Args:
-        known: connections of known callers.
-        part: connections of one of them.
-        anonymous: connections of nobody.
+        share: of the known callers', what one of them may have.
     """
 
-    def __init__(self, known: int, part: int, anonymous: int) -> None:
-        self._known, self._anonymous, self._part = _Pool(known), _Pool(anonymous), part
-        self._seconds = Bucket(_NEW_SAVED_SECONDS, _NEW_PART)
+    def __init__(self, limits: Limits, share: float, clock: Clock) -> None:
+        self._limits = limits
+        self._known, self._strangers = Shared("busy connections", limits.connections, share), 0
+        # Those that have been idle longest first, by whether they are a known caller's, and whose.
+        self._of: defaultdict[tuple[bool, str], OrderedDict[Connection, None]] = defaultdict(OrderedDict)
+        self._seconds = Bucket(limits.newcomers_saved_seconds, limits.newcomers_part, clock)
 
     def add(self, connection: Connection) -> None:
         """Take a new connection, or one that is nobody's again; where there are too many, abort another."""
         connection.owner = None
-        self._anonymous.add(connection.address, connection)
-        if self._anonymous.count > self._anonymous.most:
-            oldest = next(iter(self._anonymous.largest()))
+        self._of[connection.holder][connection] = None
+        self._strangers += 1
+        if self._strangers > self._limits.anonymous_connections:
+            oldest = next(iter(self._largest(known=False)))
             self.remove(oldest)
             oldest.abort()
 
     def rest(self, connection: Connection) -> None:
         """Say that a connection becomes idle after an answer: of its owner's it is then the youngest."""
         connection.is_idle = True
-        pool, key = self._place(connection)
-        if connection in pool.of.get(key, ()):
-            pool.of[key].move_to_end(connection)
+        if connection in (own := self._of.get(connection.holder, OrderedDict())):
+            own.move_to_end(connection)
 
     def move(self, connection: Connection, owner: str | None) -> None:
         """Count a connection as that of a token, or nobody's; :class:`ApiError` 429 or 503 if too many are busy."""
-        known = self._known
-        if owner is not None:
-            part = max(part_beside(self._part, known.most - known.count - 1), 1)
-            if self._part < known.most and len(own := known.of[owner]) >= part and not self._close_idle(own):
-                raise over_share(owner, f"{part} busy connections")
-            if known.count >= known.most and not self._close_idle(known.largest()):
-                raise ApiError(503, f"{known.most} connections are open and busy already; ask again in a moment")
-        self.remove(connection)
         if owner is None:
+            self.remove(connection)
             self.add(connection)
-        else:
-            connection.owner = owner
-            known.add(owner, connection)
+            return
+        try:
+            self._known.check(owner)
+        except ApiError as refusal:
+            own = self._of[True, owner] if refusal.status_code == 429 else self._largest(known=True)
+            if not self._close_idle(own):
+                raise
+        self.remove(connection)
+        connection.owner = owner
+        self._known.take(owner)
+        self._of[connection.holder][connection] = None
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection."""
-        pool, key = self._place(connection)
-        pool.remove(key, connection)
+        own = self._of[connection.holder]
+        if connection in own:
+            del own[connection]
+            if connection.owner is None:
+                self._strangers -= 1
+            else:
+                self._known.give_back(connection.owner)
+        if not own:
+            del self._of[connection.holder]
 
     def end(self, connection: Connection) -> None:
         """Forget a connection that is lost; one that is nobody's owes the time that it took."""
         self.remove(connection)
         if connection.owner is None:
-            self._seconds.level -= connection.seconds + _NEW_SECONDS
+            self._seconds.level -= connection.seconds + self._limits.newcomer_seconds
 
     def newcomers_owe(self) -> bool:
         """True while connections that were nobody's to the end have taken more than their part of the loop's time."""
         return self._seconds.fill() < 0
 
-    def _place(self, connection: Connection) -> tuple[_Pool, str]:
-        owner = connection.owner
-        return (self._anonymous, connection.address) if owner is None else (self._known, owner)
+    def _largest(self, *, known: bool) -> OrderedDict[Connection, None]:
+        return max((own for (is_known, _), own in self._of.items() if is_known is known), key=len)
 
     def _close_idle(self, connections: OrderedDict[Connection, None]) -> bool:
         idle = next((connection for connection in connections if connection.is_idle), None)
@@ -188,9 +164,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: Limits
     budget: ConnectionBudget
-    turns: TokenTurns
+    turns: Turns
     unread: Shared  # bytes of answers that callers have not taken; nobody's are those of one caller
     unknown_pipelined: int  # requests that may wait where it is not known yet who asks
+    clock: Clock
 
     def __init__(self, **keywords: Any) -> None:
         self._connection = Connection(self.budget, self._abort, self._close)
@@ -234,7 +211,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._backlog = memoryview(bytes(self._backlog) + data)
         elif owner is not None and self.turns.must_wait(owner):
             self._backlog = memoryview(data)
-            self.turns.when_due(owner, self._read)
+            self._read_at_turn(owner)
         else:
             self._backlog = memoryview(data)
             self._read()
@@ -252,9 +229,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _read(self) -> None:
         """Parse what has come, as long as it is its owner's turn."""
-        begun, connection = time.perf_counter(), self._connection
+        begun, connection, limits = self.clock(), self._connection, self.limits
         while self._backlog and not (connection.is_lost or self._wire.is_closing()):
-            piece, self._backlog = self._backlog[:_READ_BYTES], self._backlog[_READ_BYTES:]
+            piece, self._backlog = self._backlog[: limits.read_bytes], self._backlog[limits.read_bytes :]
             self._parse(piece)
             owner = connection.owner
             if not self._backlog:
@@ -263,9 +240,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.turns.charge_reading(owner, connection)
                 if self.turns.must_wait(owner):
                     self._wire.pause_reading()
-                    self.turns.when_due(owner, self._read)
+                    self._read_at_turn(owner)
                     return
-            if owner is None or time.perf_counter() - begun > _READ_SECONDS:  # a task finds out whose request it is
+            if owner is None or self.clock() - begun > limits.read_seconds:  # a task finds out whose request it is
                 self._wire.pause_reading()
                 self._loop.call_soon(self._read)
                 return
@@ -275,15 +252,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if not (self.flow.read_paused or self._wire.is_closing() or self._wire.is_reading()):
             self._wire.resume_reading()
 
+    def _read_at_turn(self, owner: str) -> None:
+        self.turns.turn(owner).add_done_callback(lambda _: self._read())
+
     def _parse(self, data: memoryview) -> None:
         """Parse data; abort a connection that sends more than a head's worth of what is neither head nor body."""
         self._unparsed += len(data)
         self._pieces += 1
-        begun = time.perf_counter()
+        begun = self.clock()
         super().data_received(cast("bytes", data))
-        self._connection.seconds += time.perf_counter() - begun
+        self._connection.seconds += self.clock() - begun
         # Trailers, or a chunk's extensions, which httptools would go on gathering; or a head byte by byte.
-        if self._unparsed > MAX_HEAD_BYTES or self._pieces > MAX_HEAD_PIECES:
+        if self._unparsed > self.limits.head_bytes or self._pieces > self.limits.head_pieces:
             self._abort()
 
     def pause_writing(self) -> None:
@@ -310,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request; a caller who does not wait for answers is cut off."""
-        if len(self.pipeline) >= (MAX_PIPELINED if self._connection.owner is not None else self.unknown_pipelined):
+        if len(self.pipeline) >= (self.unknown_pipelined if self._connection.owner is None else self.limits.pipelined):
             self._abort()
             raise ValueError("too many requests wait")  # which ends the parsing of what was read
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
@@ -322,8 +302,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Take a piece of the target."""
-        if len(self.url) + len(url) > MAX_TARGET_BYTES:
-            self._fault = target_too_long()
+        if len(self.url) + len(url) > self.limits.target_bytes:
+            self._fault = target_too_long(self.limits)
             raise ValueError  # which httptools reports as an invalid request
         super().on_url(url)
 
@@ -333,8 +313,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._headers += 1
         self._header_bytes += len(name) + len(value)
-        if self._headers > MAX_HEADERS or self._header_bytes > MAX_HEAD_BYTES:
-            self._fault = head_too_large()
+        if self._headers > self.limits.headers or self._header_bytes > self.limits.head_bytes:
+            self._fault = head_too_large(self.limits)
             raise ValueError
         super().on_header(name, value)
 
@@ -358,16 +338,16 @@ class LimitedProtocol(HttpToolsProtocol):
         """Read a chunk's size."""
         self._parsed()
         self._chunks += 1
-        if self._chunks > MAX_CHUNKS:
+        if self._chunks > self.limits.chunks:
             self._abort()
             raise ValueError("the body comes in too many chunks")
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of body."""
         self._parsed()
-        if len(body) < _SMALL_BYTES:
+        if len(body) < self.limits.small_bytes:
             self._small += 1
-            self._connection.fine += _SMALL_SECONDS if self._small > 1 else 0.0
+            self._connection.fine += self.limits.small_seconds if self._small > 1 else 0.0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -388,7 +368,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """End an idle connection, and one with a request after its answer; unknown callers do not delay the end."""
         super().shutdown()
         if self._connection.owner is None:
-            self._loop.call_later(_LAST_SECONDS, self._abort)
+            self._loop.call_later(self.limits.last_seconds, self._abort)
 
     def _parsed(self) -> None:
         self._unparsed = self._pieces = 0

@@ -27,6 +27,8 @@ from plsc.models.preprocessing import Preprocessing, check_square, picture_warni
 from plsc.progress import note
 from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
+from plsc.serve.limits import Clock
+from plsc.serve.settings import Limits
 from plsc.serve.workers import Workers, call_in
 
 _FORMATS = {SUFFIXES[kind][0]: kind for kind in FORMATS}
@@ -235,15 +237,13 @@ class Decoders(Workers[DecodeProcess]):
 
     Args:
         share: of the processes that one caller may have at a time; there is one more.
-        max_pixels: of a picture, as it is decoded.
-        max_jpeg_pixels: of a JPEG.
+        limits: of a picture's pixels.
     """
 
-    _clock = staticmethod(time.monotonic)  # the process works while its thread waits
-
-    def __init__(self, share: int, max_pixels: int, max_jpeg_pixels: int) -> None:
-        self._processes = [DecodeProcess(max_pixels, max_jpeg_pixels) for _ in range(share + 1)]
-        super().__init__(self._processes, share, "plsc-decode")
+    def __init__(self, share: int, limits: Limits, clock: Clock = time.monotonic) -> None:
+        self._processes = [DecodeProcess(limits.image_pixels, limits.jpeg_pixels) for _ in range(share + 1)]
+        # The process works while its thread waits.
+        super().__init__(self._processes, share, "plsc-decode", limits, clock, cost=time.monotonic)
         self._watching = False
 
     def start(self) -> None:

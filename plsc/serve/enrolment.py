@@ -20,10 +20,10 @@ import torch
 from plsc.embedding.quality import QualityGate, poor_quality
 from plsc.gallery.values import NewPerson, Person
 from plsc.serve.access import ScoreView, current_caller
-from plsc.serve.batching import Search
 from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
 from plsc.serve.schemas import Input, PersonBody, PersonPut
+from plsc.serve.searching import Search
 from plsc.serve.service import Embedded, Service, Spaces
 
 OnKnown = Literal["enrol", "refuse", "add"]

@@ -18,11 +18,11 @@ import uvicorn
 
 from plsc.errors import UsageError
 from plsc.progress import note
-from plsc.serve.access import Shared
 from plsc.serve.admission import Admission
 from plsc.serve.app import build_app
-from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
+from plsc.serve.connections import ConnectionBudget, LimitedProtocol
 from plsc.serve.lifecycle import Lifecycle
+from plsc.serve.limits import Shared
 from plsc.serve.observability import Metrics, MetricsServer
 from plsc.serve.service import Service
 from plsc.serve.settings import Limits, Settings, is_loopback
@@ -33,7 +33,6 @@ _FILES_KEPT_BACK = 192  # of the store, the audit log, snapshots, tokens, pictur
 MAX_PORT = 65_535
 _LEAST_CONNECTIONS = 16
 _BACKLOG = 1024  # connections that the system holds until they are accepted
-_PAUSE_SECONDS = 0.01  # between two new connections while newcomers owe time
 _NO_FILES_SECONDS = 1.0  # until there may be file descriptors again
 
 Load = Callable[[Metrics], Service]
@@ -71,10 +70,10 @@ class Server:
             on_error.pop_all()
         self.address = _url(settings.host, self._listener.getsockname()[1])
         app = build_app(self._lifecycle, settings, tokens, self._metrics)
-        limits = settings.limits
-        part = max(int(limits.connections * settings.share), 1)
-        budget = ConnectionBudget(limits.connections, part, limits.anonymous_connections)
-        self._server = _GracefulServer(_config(app, settings, budget), self._lifecycle, budget)
+        budget = ConnectionBudget(settings.limits, settings.share, settings.clock)
+        self._server = _GracefulServer(
+            _config(app, settings, budget), self._lifecycle, budget, settings.limits.accept_pause_seconds
+        )
 
     def run(self, load: Load, ready: Callable[[Service], None]) -> None:
         """Serve until :meth:`stop`, SIGTERM or SIGINT; then finish requests in flight and close the store.
@@ -122,9 +121,9 @@ class _GracefulServer(uvicorn.Server):
     from everybody whose connection is open. Here they keep out those who come anew, at worst.
     """
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, budget: ConnectionBudget) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, budget: ConnectionBudget, pause: float) -> None:
         super().__init__(config)
-        self._lifecycle, self._budget = lifecycle, budget
+        self._lifecycle, self._budget, self._pause = lifecycle, budget, pause
         self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -157,7 +156,7 @@ class _GracefulServer(uvicorn.Server):
             task = loop.create_task(self._start(wire))
             starting.add(task)
             task.add_done_callback(starting.discard)
-            await asyncio.sleep(_PAUSE_SECONDS if self._budget.newcomers_owe() else 0)
+            await asyncio.sleep(self._pause if self._budget.newcomers_owe() else 0)
 
     async def _start(self, wire: socket.socket) -> None:
         protocol: Any = self.config.http_protocol_class
@@ -189,8 +188,9 @@ class _GracefulServer(uvicorn.Server):
 def _config(app: Admission, settings: Settings, budget: ConnectionBudget) -> uvicorn.Config:
     limits = settings.limits
     unread = Shared("bytes of answers", limits.memory_bytes, settings.share)
-    pipelined = MAX_PIPELINED if settings.tokens is None else UNKNOWN_PIPELINED
+    pipelined = limits.pipelined if settings.tokens is None else limits.unknown_pipelined
     shared = {"limits": limits, "budget": budget, "turns": app.turns, "unread": unread, "unknown_pipelined": pipelined}
+    shared["clock"] = staticmethod(settings.clock)
     protocol = type("Protocol", (LimitedProtocol,), shared)
     return uvicorn.Config(
         app,

@@ -25,9 +25,7 @@ from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.values import Collection, Migration
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
-from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog
-from plsc.serve.batching import PIECE_ROWS, DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.changes import IdempotencyKeys, Quotas
 from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
 from plsc.serve.errors import ApiError
@@ -35,15 +33,12 @@ from plsc.serve.migrations import Migrations
 from plsc.serve.models import Models, Unsearched
 from plsc.serve.observability import Metrics
 from plsc.serve.schemas import Float32, Input, check_direction
+from plsc.serve.searching import UNEXPLAINED, Search, SearchAnswer, Searcher, filter_warnings
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
-from plsc.serve.workers import Workers
+from plsc.serve.workers import PIECE_ROWS, DeviceWorker, Kind, Workers
 
 Result = TypeVar("Result")
-STORE_THREADS, STORE_SHARE = 8, 6  # and how many of them one caller may have at a time
-CHANGE_THREADS, CHANGE_SHARE = 2, 1  # the store makes one change at a time
-FILTER_THREADS, FILTER_SHARE = 3, 2  # so many look through all persons at a time
-MAX_FILTERED = 32  # searches whose matching rows are held in memory, a byte for each face
 _UNSEARCHED = "\0unsearched"  # where that is remembered: no collection has the name
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
 _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
@@ -113,7 +108,7 @@ class Service:
         if "write" in settings.audit_events and (last_change := store.last_change()) is not None:
             self.audit.account_for(last_change)
         metrics.watch("audit_sequence", "Newest line of the audit log", lambda: self.audit.head.sequence)
-        self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
+        self.decoders = Decoders(settings.decode_processes, settings.limits, settings.clock)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry, settings.compact_within)
         self.migrations: Migrations | None = None
@@ -121,11 +116,13 @@ class Service:
             self.migrations = Migrations(
                 store, self.thumbnails, self.embedders, flip=settings.flip, stored=self._audit_filling
             )
-        self._storers = Workers(range(STORE_THREADS), STORE_SHARE, "plsc-store")
-        self._changers = Workers(range(CHANGE_THREADS), CHANGE_SHARE, "plsc-change")
-        self._movers = Workers(range(1), 1, "plsc-move")
-        self._filterers = Workers(range(FILTER_THREADS), FILTER_SHARE, "plsc-filter")
-        self._filtering = asyncio.Semaphore(MAX_FILTERED)
+        limits = settings.limits
+        self._storers = self._workers(limits.store_threads, limits.store_share, "plsc-store")
+        self._changers = self._workers(limits.change_threads, limits.change_share, "plsc-change")
+        self._movers = self._workers(1, 1, "plsc-move")
+        self._filterers = self._workers(limits.filter_threads, limits.filter_share, "plsc-filter")
+        self._filtering = asyncio.Semaphore(limits.filtered)
+        self._own_filtered = max(int(limits.filtered * settings.share), 1)
         self._filtering_of: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # by group
         self.creating = asyncio.Lock()  # of collections
         self.enrolling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by collection
@@ -135,9 +132,10 @@ class Service:
             {"embed": Kind(self._embed_batch), "search": Kind(searcher.run, searcher.name)},
             max_batch=settings.max_batch,
             max_wait=settings.max_wait_ms / 1000,
-            capacity=settings.limits.queue,
+            limits=limits,
             share=settings.share,
             observer=metrics,
+            clock=settings.clock,
         )
         self.private_paths = _written(
             store.folder, settings.snapshots, settings.thumbnails, settings.audit, settings.tokens
@@ -148,21 +146,18 @@ class Service:
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which may block on the store, in a thread, and in the request's context."""
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._storers, call, current_owner())
+        return await self._in_thread(self._storers, current_owner(), function, *args, **keywords)
 
     async def change(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which changes the store, as :meth:`in_store` does.
 
         One caller's changes wait here, where another's passes them: at the store's lock it would stand behind them all.
         """
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._changers, call, current_owner())
+        return await self._in_thread(self._changers, current_owner(), function, *args, **keywords)
 
     async def move(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, a step of a collection's move that computes for long, one at a time beside all changes."""
-        call = partial(contextvars.copy_context().run, function, *args, **keywords)
-        return await self._in_thread(self._movers, call, current_owner())
+        return await self._in_thread(self._movers, current_owner(), function, *args, **keywords)
 
     async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
@@ -277,7 +272,7 @@ class Service:
                 return function(*args, **keywords)
 
         try:
-            return await self._in_thread(self._filterers, call, current_owner())
+            return await self._in_thread(self._filterers, current_owner(), call)
         except asyncio.CancelledError:
             is_gone = True
             raise
@@ -352,7 +347,7 @@ class Service:
         return {name: {**figures, "has_model": name not in lost} for name, figures in statistics.items()}
 
     async def filter_warnings(self, collection: str, filter: Filter | None) -> list[str]:
-        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`.
+        """Warnings about a filter that found nobody; see :func:`plsc.serve.searching.filter_warnings`.
 
         Whoever may not list persons learns of no field whether anybody has it.
         """
@@ -392,7 +387,13 @@ class Service:
         self.store.close()
         self.audit.close()
 
-    async def _in_thread(self, threads: Workers[int], call: Callable[[], Result], owner: Owner) -> Result:
+    def _workers(self, count: int, share: int, name: str) -> Workers[int]:
+        return Workers(range(count), share, name, self.settings.limits, self.settings.clock)
+
+    async def _in_thread(
+        self, threads: Workers[int], owner: Owner, function: Callable[..., Result], *args: Any, **keywords: Any
+    ) -> Result:
+        call = partial(contextvars.copy_context().run, function, *args, **keywords)
         begun = time.monotonic()
         (future,) = threads.submit(owner, [lambda _: call()])
         try:
@@ -418,7 +419,7 @@ class Service:
         asked_at, asking = self._remembered.get(key, (-math.inf, None))
         if asking is None or now - asked_at >= _REMEMBERED_SECONDS:
             # Nobody's: others wait for it as well, and not behind the work of the one who asks first.
-            asking = asyncio.ensure_future(self._in_thread(self._storers, partial(function, *args), NOBODY))
+            asking = asyncio.ensure_future(self._in_thread(self._storers, NOBODY, function, *args))
             asking.add_done_callback(partial(self._drop_failed, key))
             if len(self._remembered) > self.settings.limits.collections:
                 self._remembered.clear()
@@ -465,7 +466,7 @@ class Service:
 
     async def _search_filtered(self, search: Search, filter: Filter, deadline: float) -> SearchAnswer:
         """Search with a filter whose matches are looked up before the device's turn."""
-        group, own = current_owner().group, asyncio.Semaphore(max(int(MAX_FILTERED * self.settings.share), 1))
+        group, own = current_owner().group, asyncio.Semaphore(self._own_filtered)
         async with contextlib.AsyncExitStack() as held:
             try:
                 async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic

@@ -18,7 +18,6 @@ never one without what restricts it. A service takes no other order.
 
 import contextlib
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -38,8 +37,9 @@ from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.files import atomic_write
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
-from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role, parse_rate_limits
+from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
 from plsc.serve.errors import ApiError
+from plsc.serve.limits import parse_rate_limits
 from plsc.text_files import parse_toml, read_text
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
@@ -60,7 +60,7 @@ class Token:
     Attributes:
         allow: rights besides the role.
         collections: those it may know of; None is all.
-        rates: limits as :func:`plsc.serve.access.parse_rate_limit` reads them.
+        rates: limits as :func:`plsc.serve.limits.parse_rate_limits` reads them.
         expires: a date, or a time in ISO 8601, from which the token is refused; in UTC where it names no time zone.
     """
 
@@ -161,16 +161,6 @@ def remove_token(path: Path, name: str) -> None:
     _write(path, [token for token in tokens if token is not removed])
 
 
-def find_token(tokens: Sequence[Token], secret: bytes) -> Token | None:
-    """The token with this secret, or None; takes the same time for every secret."""
-    digest = _digest(secret)
-    found = None
-    for token in tokens:
-        if hmac.compare_digest(token.sha256, digest):
-            found = token
-    return found
-
-
 def _find(path: Path, tokens: Sequence[Token], name: str) -> Token:
     for token in tokens:
         if token.name == name:
@@ -252,7 +242,7 @@ class TokenBook:
         self._reported: tuple[int, ...] | None = None
         self._failing_since: float | None = None
         self._stamp = _stamp(path)
-        self._tokens: Sequence[Token] = self._read()
+        self._tokens = self._read()
         self._checked = time.monotonic()
         self._warn_of_mode()
 
@@ -260,7 +250,7 @@ class TokenBook:
         """The token with this secret, or None; :class:`ApiError` 503 where the file has been unreadable for a while."""
         if not self.is_current():
             raise ApiError(503, "the service cannot read its tokens, and refuses all of them until it can")
-        return find_token(self._tokens, secret)
+        return self._tokens.get(_digest(secret))  # of random secrets: how long this takes tells nothing of them
 
     def is_current(self) -> bool:
         """False if the file could not be read for so long that no token is taken."""
@@ -291,12 +281,13 @@ class TokenBook:
         message = f"the tokens read before stay in force for {_GRACE_SECONDS:g} s, then all are refused: {error}"
         note(f"plsc serve: {message}")
 
-    def _read(self) -> Sequence[Token]:
+    def _read(self) -> dict[str, Token]:
+        """The tokens by the SHA-256 of their secrets."""
         if self._reserve is not None:
             os.close(self._reserve)  # for the file: there may be no other descriptor left
             self._reserve = None
         try:
-            return read_tokens(self._path)
+            return {token.sha256: token for token in read_tokens(self._path)}
         finally:
             with contextlib.suppress(OSError):  # taken meanwhile; the next reading tries again
                 self._reserve = os.open(os.devnull, os.O_RDONLY)

@@ -10,7 +10,7 @@ from support.stores import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin
 from plsc.gallery.filters import MAX_CONDITIONS, Filter
 from plsc.gallery.store import Store
 from plsc.gallery.values import NewPerson
-from plsc.serve.answer_warnings import filter_warnings
+from plsc.serve.searching import filter_warnings
 
 
 def test_an_empty_collection_answers(store: Store) -> None:

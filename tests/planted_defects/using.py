@@ -176,23 +176,23 @@ USING = (
     ),
     Defect(
         "a request more than the limit is taken",
-        "plsc/serve/access.py",
+        "plsc/serve/limits.py",
         "if self.total + amount > self._most:",
         "if self.total > self._most:",
         ("tests/serve/test_limits.py",),
     ),
     Defect(
         "one token may have what all have together",
-        "plsc/serve/access.py",
+        "plsc/serve/limits.py",
         "self._held[owner] + amount > part:",
         "self._held[owner] + amount > self._most:",
         ("tests/serve/test_shares.py",),
     ),
     Defect(
         "tokens of one hand leave nothing to the next",
-        "plsc/serve/access.py",
-        "return min(part, 2 * free)",
-        "return part",
+        "plsc/serve/limits.py",
+        "min(self._part, 2 * (self._most - self.total - amount))",
+        "self._part",
         ("tests/serve/test_shares.py",),
     ),
     Defect(
@@ -204,10 +204,10 @@ USING = (
     ),
     Defect(
         "an unknown caller's turn costs nothing",
-        "plsc/serve/turns.py",
-        "self._seconds.level += _EXPECTED_SECONDS - spent",
-        "self._seconds.level += _EXPECTED_SECONDS",
-        ("tests/serve/test_crowds.py", "tests/serve/test_open_answers.py"),
+        "plsc/serve/limits.py",
+        "account.level -= seconds",
+        "account.level -= 0.0",
+        ("tests/serve/test_open_answers.py",),
     ),
     Defect(
         "a page of another site may call",
@@ -225,7 +225,7 @@ USING = (
     ),
     Defect(
         "a search of many queries costs as much as one",
-        "plsc/serve/access.py",
+        "plsc/serve/limits.py",
         "bucket.level -= max(count - 1, 0)",
         "bucket.level -= 0",
         ("tests/serve/test_rate_limits.py",),
@@ -267,7 +267,7 @@ USING = (
     ),
     Defect(
         "a caller gets as many matches as another one asked for",
-        "plsc/serve/batching.py",
+        "plsc/serve/searching.py",
         "groups[search.collection, search.contract_id, search.k, search.threshold, matching].append(index)",
         "groups[search.collection, search.contract_id, search.threshold, matching].append(index)",
         ("tests/serve/test_batching.py",),
@@ -411,8 +411,8 @@ USING = (
     Defect(
         "one token's changes wait at the store before another's",
         "plsc/serve/service.py",
-        "return await self._in_thread(self._changers, call, current_owner())",
-        "return await self._in_thread(self._storers, call, current_owner())",
+        "return await self._in_thread(self._changers, current_owner(), function, *args, **keywords)",
+        "return await self._in_thread(self._storers, current_owner(), function, *args, **keywords)",
         ("tests/serve/test_token_turns.py",),
     ),
     Defect(

@@ -16,9 +16,10 @@ from support.waiting import wait_until
 from plsc.errors import UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.values import Match, PersonSummary
-from plsc.serve import batching
-from plsc.serve.batching import DeviceWorker, Kind, Search, Searcher, SearchMatches
 from plsc.serve.errors import ApiError
+from plsc.serve.searching import Search, Searcher, SearchMatches
+from plsc.serve.settings import Limits
+from plsc.serve.workers import DeviceWorker, Kind
 
 
 class Log:
@@ -54,7 +55,9 @@ class Device:
 def run(scenario: Callable[[DeviceWorker, Device], Awaitable[Any]], **changes: Any) -> tuple[Any, Device, Log]:
     """What a scenario returns, with the device that it used and the log of its worker, which is closed then."""
     device, log = Device(), Log()
-    options: Any = {"max_batch": 8, "max_wait": 0.002, "capacity": 100, "observer": log, **changes}
+    limits = Limits(queue=changes.pop("queue", 100), inputs=1, collect_seconds=20.0)
+    options: Any = {"max_batch": 8, "max_wait": 0.002, "share": 1.0, "clock": time.monotonic, **changes}
+    options |= {"limits": limits, "observer": log}
     busy = DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
     result = asyncio.run(scenario(busy, device))  # type: ignore[arg-type]
     busy.close()
@@ -112,9 +115,7 @@ def test_callers_who_come_again_join_those_who_waited():
     assert run(scenario, max_wait=20)[2].batches == [("a", 1), ("a", 4)]
 
 
-def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes(monkeypatch):
-    monkeypatch.setattr(batching, "_MAX_COLLECT_SECONDS", 20.0)
-
+def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         async def read_slowly(payload: int) -> Any:
             time.sleep(0.003)  # the event loop is busy with it
@@ -198,7 +199,7 @@ def test_deadlines_and_lost_callers_are_dropped_before_computing():
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back():
-    answers, _, log = run(lambda busy, device: behind_another(busy, device, [1, 2, 3], rows=4, waiting=8), capacity=10)
+    answers, _, log = run(lambda busy, device: behind_another(busy, device, [1, 2, 3], rows=4, waiting=8), queue=10)
     assert answers[:2] == [2, 4]
     assert isinstance(answers[2], ApiError)
     assert (answers[2].status_code, answers[2].headers["Retry-After"]) == (503, "1")
@@ -228,7 +229,7 @@ def test_everyone_gets_their_own_answer(calls, max_batch):
         device.go_on.set()
         return await asyncio.gather(*(free.submit(kind, n, rows, soon()) for n, (kind, rows) in enumerate(calls)))
 
-    found, _, log = run(scenario, max_batch=max_batch, capacity=1000)
+    found, _, log = run(scenario, max_batch=max_batch, queue=1000)
     assert found == [2 * place for place in range(len(calls))]
     assert sum(rows for _, rows in log.batches) == sum(rows for _, rows in calls)
     assert max(rows for _, rows in log.batches) <= max(max_batch, *(rows for _, rows in calls))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.clock import Clock
 from support.live_service import Live, answer_of, bearer, live_service
 from support.waiting import wait_until
 
@@ -170,7 +171,7 @@ def test_the_crowded_address_gives_way():
         budget.add(made)
         return made
 
-    budget = ConnectionBudget(known=2, part=2, anonymous=4)
+    budget = ConnectionBudget(Limits(connections=2, anonymous_connections=4), 1.0, Clock())
     connection("alone", "192.0.2.1")
     oldest = connection("a", "192.0.2.2")
     connection("b", "192.0.2.2")

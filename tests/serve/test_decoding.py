@@ -172,7 +172,7 @@ def test_callers_take_turns():
         return name
 
     async def run() -> None:
-        decoders = Decoders(1, MEGAPIXELS, MEGAPIXELS)
+        decoders = Decoders(1, Limits())
         first = decoders.submit(Owner("a", "a"), [lambda p, n=n: work(f"a{n}", p) for n in range(4)])
         second = decoders.submit(Owner("a", "a"), [lambda p: work("b0", p)])
         third = decoders.submit(Owner("c", "c"), [lambda p: work("c0", p)])
@@ -233,7 +233,7 @@ def test_a_picture_that_nobody_waits_for_is_killed():
     bomb, others = scan_bomb(9000, 80), {child.pid for child in children()}
 
     async def run() -> None:
-        decoders = Decoders(1, 100_000_000, 100_000_000)
+        decoders = Decoders(1, Limits(image_pixels=100_000_000, jpeg_pixels=100_000_000))
         await asyncio.to_thread(decoders.start)
         started = {child.pid for child in children()} - others
         (future,) = decoders.submit(Owner("a", "a"), [lambda process: process.decode(bomb, "x")])

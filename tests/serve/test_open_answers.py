@@ -1,14 +1,15 @@
 """What is open to anyone: the same bytes whatever a request says besides, small heads, and turns paid for by time."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
+from support.clock import Clock
 from support.live_service import Live, bearer, live_service
 
 from plsc.serve.connections import Connection, ConnectionBudget
-from plsc.serve.turns import Turns
+from plsc.serve.limits import STRANGERS, Turns
+from plsc.serve.settings import Limits
 
 HEALTH = ("/health/live", "/health/ready", "/v2", "/v2/health/live", "/v2/health/ready")
 PATHS = ("/", "/page/page.js", "/docs", "/docs/swagger-ui.css", "/openapi.json")
@@ -51,41 +52,57 @@ def test_heads_without_a_good_token_are_small(live, path):
 
 
 def answered(seconds: float, waits: bool) -> int:
-    """How many of 100 answers are given that take ``seconds`` each, of which no more is earned."""
+    """How many of 100 strangers are answered, by answers that take ``seconds`` each, of which no more is earned."""
+    clock, limits, count = Clock(), Limits(strangers_part=0.0, tick_seconds=1e9), 0
 
     async def answer() -> None:
         nonlocal count
         if waits:
-            await asyncio.sleep(seconds)
-        until = time.thread_time() + (0 if waits else seconds)
-        while time.thread_time() < until:
-            pass
+            await asyncio.sleep(0)
+        else:
+            clock.now += seconds
         count += 1
 
     async def run() -> None:
-        turns, budget = Turns(0.0), ConnectionBudget(known=100, part=100, anonymous=100)
+        turns, budget = Turns(limits, clock), ConnectionBudget(limits, 1.0, clock)
         connections = [Connection(budget, lambda: None, lambda: None) for _ in range(100)]
-        tasks = [asyncio.create_task(turns.take(connection, answer)) for connection in connections]
-        await asyncio.wait(tasks, timeout=1.0)
-        for connection in connections:
-            connection.lose()
-        await asyncio.gather(*tasks)
+        tasks = [asyncio.create_task(turns.take(STRANGERS, answer, each)) for each in connections]
+        for _ in range(300):
+            turns.tick()
+            await asyncio.sleep(0)
+            clock.now += seconds if waits else 0.0
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    count = 0
     asyncio.run(run())
     return count
 
 
-def test_turns_are_paid_for_by_the_time_of_answers_and_not_by_what_they_wait_for(monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # what other programs take is no answer's time
+def test_turns_are_paid_for_by_the_time_of_answers_and_not_by_what_they_wait_for():
     cheap, dear, waiting = answered(0.0001, waits=False), answered(0.02, waits=False), answered(0.02, waits=True)
-    assert 1 <= dear <= 5
-    assert cheap > 3 * dear
-    assert waiting > 3 * dear
+    assert (cheap, dear, waiting) == (100, 3, 100)
+
+
+def test_a_turn_costs_what_the_kernel_takes_as_well():
+    """Answers that wait for their turns are fewer than the time of their own steps allows."""
+
+    async def run() -> int:
+        clock, limits, given = Clock(), Limits(tick_seconds=1e9), 0
+        turns = Turns(limits, clock)
+        turns.charge(STRANGERS, limits.strangers_saved_seconds)
+        waiting = [turns.turn(STRANGERS) for _ in range(1000)]
+        for _ in range(200):
+            clock.now += 0.005
+            turns.tick()
+        given = sum(turn.done() for turn in waiting)
+        return given
+
+    assert 95 <= asyncio.run(run()) <= 105
 
 
 def test_connections_that_only_come_and_go_owe_the_time_that_they_took():
-    budget = ConnectionBudget(known=1000, part=1000, anonymous=1000)
+    budget = ConnectionBudget(Limits(connections=1000, anonymous_connections=1000), 1.0, Clock())
 
     def come_and_go(owner: str | None, count: int) -> None:
         for _ in range(count):
@@ -95,7 +112,6 @@ def test_connections_that_only_come_and_go_owe_the_time_that_they_took():
             connection.belongs_to(owner)
             budget.end(connection)
 
-    budget.newcomers_owe()
     come_and_go("known", 1000)
     assert not budget.newcomers_owe()
     come_and_go(None, 1000)

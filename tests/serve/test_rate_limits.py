@@ -4,52 +4,45 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from support.clock import Clock
 from support.live_service import DIM, Live, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
-from plsc.serve import access
-from plsc.serve.access import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
 from plsc.serve.errors import ApiError
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    shown = [1000.0]
-    monkeypatch.setattr(access.time, "monotonic", lambda: shown[0])
-    return shown
+from plsc.serve.limits import RateLimiter, charge, parse_rate_limits, rate_headers
 
 
 def test_forms_of_limits():
     for text, count, seconds in (("searches=50", 50, 1), ("searches=50/s", 50, 1), ("writes=600/m", 600, 60)):
-        limit = parse_rate_limit(text)
+        (limit,) = parse_rate_limits([text])
         assert (limit.count, limit.seconds) == (count, seconds)
-        assert parse_rate_limit(str(limit)) == limit
+        assert parse_rate_limits([str(limit)]) == (limit,)
     for wrong in (
         "",
         *["searches", "searches=0", "searches=-1", "searches=1.5", "looks=3", "searches=5/d", "searches=５", "x"],
     ):
         with pytest.raises(UsageError, match="no rate limit"):
-            parse_rate_limit(wrong)
+            parse_rate_limits([wrong])
     with pytest.raises(UsageError, match="twice"):
         parse_rate_limits(["searches=1", "searches=2"])
 
 
-def test_a_bucket_is_refilled_evenly(clock):
-    refused = []
-    limiter = RateLimiter((), lambda *what: refused.append(what))
+def test_a_bucket_is_refilled_evenly():
+    refused, clock = [], Clock()
+    limiter = RateLimiter((), lambda *what: refused.append(what), clock)
     own = parse_rate_limits(["searches=60/m"])
     for _ in range(60):
         limiter.admit("camera", own, "searches")
     with pytest.raises(ApiError) as told:
         limiter.admit("camera", own, "searches")
     assert (told.value.status_code, told.value.headers["Retry-After"]) == (429, "1")
-    clock[0] += 1.0
+    clock.now += 1.0
     assert limiter.admit("camera", own, "searches")
     with pytest.raises(ApiError):
         limiter.admit("camera", own, "searches")
     assert not limiter.admit("camera", own, "writes")
     assert limiter.admit("other", own, "searches")
-    clock[0] += 3600.0  # no more than the bucket holds
+    clock.now += 3600.0  # no more than the bucket holds
     allowance = limiter.admit("camera", own, "searches")
     assert dict(rate_headers(allowance))[b"ratelimit"] == b'"searches";r=59;t=1'
     charge(101)
@@ -59,8 +52,8 @@ def test_a_bucket_is_refilled_evenly(clock):
     assert refused == [("camera", "searches")] * 3
 
 
-def test_a_token_that_is_changed_has_its_new_limits_at_once(clock):
-    limiter = RateLimiter(parse_rate_limits(["requests=1"]), lambda *_: None)
+def test_a_token_that_is_changed_has_its_new_limits_at_once():
+    limiter = RateLimiter(parse_rate_limits(["requests=1"]), lambda *_: None, Clock())
     limiter.admit("camera", (), "searches")
     with pytest.raises(ApiError):
         limiter.admit("camera", (), "searches")

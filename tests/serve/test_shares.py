@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from support.clock import Clock
 from support.live_service import Live, bearer, image_input, live_service, picture
 from support.waiting import held_up, wait_until
 
-from plsc.serve import admission
-from plsc.serve.access import Shared
 from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.errors import ApiError
+from plsc.serve.limits import Shared
 from plsc.serve.settings import MIB, Limits
 
 LIMITS = Limits(body_bytes=2 * MIB, memory_bytes=12 * MIB, connections=32, requests=16, token_share=0.25)
@@ -73,7 +73,7 @@ def test_many_tokens_of_one_hand_leave_some_to_the_next() -> None:
 
 
 def test_many_tokens_of_one_hand_leave_connections_to_the_next() -> None:
-    budget = ConnectionBudget(known=64, part=16, anonymous=8)
+    budget = ConnectionBudget(Limits(connections=64, anonymous_connections=8), 0.25, Clock())
 
     def connect(owner: str) -> None:
         connection = Connection(budget, lambda: None, lambda: None)
@@ -164,10 +164,11 @@ def test_requests_in_flight_are_counted_for_each_token(guarded):
         assert {first_line(connection) for connection in running} == {b"HTTP/1.1 200 OK\r\n"}
 
 
-def test_a_good_token_makes_a_shared_connection_nobody_elses(tmp_path, monkeypatch):
+def test_a_good_token_makes_a_shared_connection_nobody_elses(tmp_path):
     """A proxy's connection carries known callers and strangers in turn; strangers wait for theirs on it, too."""
-    monkeypatch.setattr(admission, "_OPEN_PART", 0.0)  # what is saved at the start is all that strangers get
-    with live_service(tmp_path, callers={"known": {"role": "search"}}) as live, live.connect() as shared:
+    nothing = Limits(strangers_part=0.0)  # what is saved at the start is all that strangers get
+    callers = {"known": {"role": "search"}}
+    with live_service(tmp_path, callers=callers, limits=nothing) as live, live.connect() as shared:
         secret = live.secrets["known"]
         known = f"GET /v1/info HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n\r\n".encode()
 
@@ -207,9 +208,6 @@ def test_without_tokens_one_program_leaves_a_process_that_decodes_to_others(tmp_
             ending.callback(thread.join)
             return thread
 
-        def waiting() -> int:
-            return sum(len(pictures) for caller in decoders._callers.values() for pictures in caller.requests)
-
         live.service._decode = slow
         clients = [ending.enter_context(httpx.Client(base_url=live.server.address, timeout=60)) for _ in range(5)]
         program, newcomer = clients[:4], clients[4]
@@ -218,7 +216,7 @@ def test_without_tokens_one_program_leaves_a_process_that_decodes_to_others(tmp_
         try:
             for client in program:
                 start(client)
-            wait_until(lambda: decoders.running + waiting() == 4)
+            wait_until(lambda: live.service.metrics.registry.get_sample_value("plsc_in_flight") == 4)
             assert decoders.running == 1
             start(newcomer)
             wait_until(lambda: decoders.running == 2)

@@ -6,20 +6,21 @@ import itertools
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from support.clock import Clock
 from support.live_service import DIM, Live, answer_of, live_service, vectors
 from support.waiting import held_up, wait_until
 
 from plsc.gallery.sqlite import store as sqlite_store
 from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.values import NewPerson
-from plsc.serve import service, turns
 from plsc.serve.access import current_caller
-from plsc.serve.turns import TokenTurns
+from plsc.serve.connections import Connection, ConnectionBudget
+from plsc.serve.limits import Turns
+from plsc.serve.settings import Limits
 
 PLACE = "/v1/collections/staff"
 
@@ -75,22 +76,25 @@ def is_answered(connection: socket.socket) -> bool:
         connection.settimeout(30)
 
 
+BUSY = {"least_part": 0.05, "full_part": 0.0}  # next to no time to spare: who is ahead waits for what others take
+
+
 @pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with next to no time to spare, until it is undone: who is ahead waits for what others take."""
-    monkeypatch.setattr(turns, "_LEAST_PART", 0.05)
-    monkeypatch.setattr(turns, "_FULL_PART", 0.0)
+def busy(guarded: Live, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A busy machine, until it is undone."""
+    for name, value in BUSY.items():
+        monkeypatch.setitem(vars(guarded.server.settings.limits), name, value)
     return monkeypatch
 
 
-def keep_at_work(busy: pytest.MonkeyPatch) -> None:
+def keep_at_work(live: Live, busy: pytest.MonkeyPatch) -> None:
     """Take nobody for idle from here on until that is undone, however long this process waits for a processor."""
-    busy.setattr(turns, "_IDLE_PART", 0.0)
+    busy.setitem(vars(live.server.settings.limits), "idle_part", 0.0)
 
 
 def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
     """Each chunk of a byte costs a hundred times as much as its bytes."""
-    keep_at_work(busy)
+    keep_at_work(guarded, busy)
     crumbs = b"1\r\n \r\n" * 5_000 + b"0\r\n\r\n"
     head = f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nTransfer-Encoding: chunked\n"
     with contextlib.ExitStack() as closing:
@@ -107,11 +111,9 @@ def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
 @pytest.mark.exhaustive
 def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
     """Those that began while their token was alone do not all go on when another comes: a step costs 1,000 s."""
-    pay = TokenTurns.charge
+    pay = Turns.charge
     busy.setattr(
-        TokenTurns,
-        "charge",
-        lambda self, owner, s, fine=0.0: pay(self, owner, 1_000.0 if owner == "reader" else s, fine),
+        Turns, "charge", lambda self, owner, s, ran=None: pay(self, owner, 1_000.0 if owner == "reader" else s, ran)
     )
     store = guarded.service.store
     store.create_collection("large", DIM, "linear-model")
@@ -121,9 +123,9 @@ def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
         began, release = closing.enter_context(held_up(store, "persons"))
         head = "GET /v1/collections/large/persons?limit=200 HTTP/1.1\n"
         unread = [closing.enter_context(send(guarded, "reader", head)) for _ in range(11)]
-        for _ in range(service.STORE_SHARE):
+        for _ in range(Limits.store_share):
             assert began.acquire(timeout=30)
-        keep_at_work(busy)
+        keep_at_work(guarded, busy)
         for served in range(80):
             assert guarded.ask("GET", PLACE, by="other").status_code == 200
             if served == 10:  # now they are two, and the reader pays for the first time
@@ -139,11 +141,11 @@ def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
 
 def test_a_filter_waits_for_its_turn_between_its_conditions(guarded, busy):
     """Each look at a condition costs ten seconds, by a clock that says so."""
-    keep_at_work(busy)
+    keep_at_work(guarded, busy)
     looked, ticks = [], itertools.count(step=10.0)
     narrow = SqliteRows._matching_persons
     busy.setattr(sqlite_store, "_LOOKED_UP_AT_ONCE", 1)
-    busy.setattr(guarded.service._filterers, "_clock", lambda: next(ticks))
+    busy.setattr(guarded.service._filterers, "_cost", lambda: next(ticks))
     busy.setattr(SqliteRows, "_matching_persons", lambda *args: looked.append(args[-1].key) or narrow(*args))
     conditions = {"city": "Bern", **{f"k{number}": {"exists": False} for number in range(5)}}
     with contextlib.ExitStack() as closing:
@@ -160,8 +162,8 @@ def test_a_filter_waits_for_its_turn_between_its_conditions(guarded, busy):
 def test_a_filter_finds_a_thread_that_another_token_does_not_have(guarded):
     with contextlib.ExitStack() as closing:
         began, release = closing.enter_context(held_up(guarded.service.store, "prepare_filter"))
-        many = [closing.enter_context(send_search(guarded, "camera")) for _ in range(2 * service.MAX_FILTERED)]
-        for _ in range(service.FILTER_SHARE):
+        many = [closing.enter_context(send_search(guarded, "camera")) for _ in range(2 * Limits.filtered)]
+        for _ in range(Limits.filter_share):
             assert began.acquire(timeout=30)
         many.append(closing.enter_context(send_search(guarded, "other")))
         assert began.acquire(timeout=30), "that of the other, before those of the camera that wait"
@@ -174,9 +176,9 @@ def test_the_store_s_threads_are_not_one_token_s(guarded):
         began, release = closing.enter_context(held_up(guarded.service.store, "collection"))
         many = [
             closing.enter_context(send(guarded, "camera", f"GET {PLACE} HTTP/1.1\n"))
-            for _ in range(2 * service.STORE_THREADS)
+            for _ in range(2 * Limits.store_threads)
         ]
-        for _ in range(service.STORE_SHARE):
+        for _ in range(Limits.store_share):
             assert began.acquire(timeout=30)
         many.append(closing.enter_context(send(guarded, "other", f"GET {PLACE} HTTP/1.1\n")))
         assert began.acquire(timeout=30)
@@ -206,102 +208,95 @@ def test_a_change_passes_those_of_another_token_that_wait(guarded, monkeypatch):
         assert statuses(many) == {b"201"}
 
 
-def test_who_has_taken_more_waits_while_others_are_at_work(busy):
-    keep_at_work(busy)
+class Taken:
+    """Turns by a clock that tests move, and what was answered, by token; they tick when they are told to."""
 
-    async def run() -> list[str]:
-        tokens, order, ended = TokenTurns(), [], threading.Event()
-
-        async def answer(name: str) -> None:
-            order.append(name)
-
-        async def work() -> None:
-            while not ended.is_set():
-                tokens.charge("other", 0.001)
-                await tokens.take("other", lambda: answer("other"))
-                await asyncio.sleep(0)
-
-        tokens.charge("camera", 10.0)
-        assert not tokens.must_wait("camera"), "it is alone"
-        tokens.charge("other", 0.001)
-        tokens.charge("camera", 10.0)
-        assert tokens.must_wait("camera")
-        assert not tokens.must_wait("other")
-        working = asyncio.create_task(work())
-        waiting = [asyncio.create_task(tokens.take("camera", lambda: answer("camera"))) for _ in range(3)]
-        while order.count("other") < 100:
-            await asyncio.sleep(0.001)
-        assert "camera" not in order
-        ended.set()
-        busy.undo()
-        await asyncio.gather(working, *waiting)
-        return order
-
-    assert asyncio.run(run())[-3:] == ["camera"] * 3
-
-
-def test_a_token_that_does_next_to_nothing_holds_nobody_up(monkeypatch):
-    """Else one could keep another from what nobody wants."""
-    clock, served = Clock(monkeypatch, 0.5), 0
-
-    async def answer() -> None:
-        nonlocal served
-        await clock.work(0.0001)
-        served += 1
-
-    async def pass_time() -> None:
-        while served < 2000:
-            clock.now += 0.001
-            await asyncio.sleep(0)
-
-    async def run() -> None:
-        tokens, passing = TokenTurns(), asyncio.ensure_future(pass_time())
-        tokens.charge("camera", 0.0001)
-        for _ in range(2000):
-            tokens.charge("other", 0.005)
-            tokens.charge("camera", 0.00001)
-            await tokens.take("other", answer)
-        await passing
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-    assert clock.now > 5, "it waited for its turns"
-
-
-def test_nothing_is_to_spare_where_the_loop_waits_for_a_processor(monkeypatch):
-    """Processors that other programs keep busy are not this service's to give away."""
-
-    async def taken(part: float) -> float:
-        """What a token takes that never has enough, beside eight others, by the part of its work that the loop runs."""
-        clock, tokens, seconds = Clock(monkeypatch, part), TokenTurns(), 0.0
-        while clock.now < 20:
-            for door in range(8):
-                await tokens.take(f"door{door}", lambda: clock.work(0.0005))
-            if not tokens.must_wait("camera"):
-                tokens.charge_beside("camera", 0.01)
-                seconds += 0.01
-            clock.now += 0.003
-            await asyncio.sleep(0)
-        return seconds
-
-    freely, crowded = (asyncio.run(taken(part)) for part in (1.0, 0.5))
-    assert 0 < crowded < freely / 2
-
-
-class Clock:
-    """The time that turns and the event loop see, in a part of whose work the loop's thread has a processor."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: float) -> None:
-        self.now, self._part, self._worked = 0.0, part, 0.0
-        for name in ("monotonic", "perf_counter"):
-            monkeypatch.setattr(time, name, lambda: self.now)
-        monkeypatch.setattr(turns, "_schedule", self._schedule)
+    def __init__(self, ran: float = 1.0, **changes: float) -> None:
+        """In ``ran`` of the time of its steps the loop's thread has a processor."""
+        self.clock, worked = Clock(), Clock(0.0)
+        limits = Limits(**{"tick_seconds": 1e9, **changes})  # type: ignore[arg-type]
+        self.turns, self._worked, self._ran = Turns(limits, self.clock, worked), worked, ran
+        self._connection = Connection(ConnectionBudget(limits, 1.0, self.clock), lambda: None, lambda: None)
+        self.order: list[str] = []
 
     async def work(self, seconds: float) -> None:
-        self.now += seconds
-        self._worked += seconds
+        self.clock.now += seconds
+        self._worked.now += self._ran * seconds
 
-    def _schedule(self) -> tuple[int, int]:
-        return int(1e9 * self._part * self._worked), int(1e9 * (1 - self._part) * self._worked)
+    async def answer(self, name: str, seconds: float = 0.0) -> None:
+        await self.work(seconds)
+        self.order.append(name)
+
+    def ask(self, name: str, seconds: float = 0.0) -> "asyncio.Task[None]":
+        return asyncio.create_task(self.turns.take(name, lambda: self.answer(name, seconds), self._connection))
+
+    async def tick(self, seconds: float = 0.005) -> None:
+        self.clock.now += seconds
+        self.turns.tick()
+        for _ in range(4):  # steps of those who go on
+            await asyncio.sleep(0)
+
+
+def test_who_has_taken_more_waits_while_others_are_at_work():
+    async def run() -> None:
+        taken = Taken(**BUSY)
+        turns = taken.turns
+        turns.charge("camera", 10.0)
+        assert not turns.must_wait("camera"), "it is alone"
+        turns.charge("other", 0.001)
+        assert not turns.must_wait("camera"), "it took what it liked while it was alone"
+        turns.charge("camera", 10.0)
+        assert turns.must_wait("camera")
+        assert not turns.must_wait("other")
+        waiting = [taken.ask("camera") for _ in range(3)]
+        for _ in range(100):
+            taken.ask("other", 0.0005)
+            await taken.tick()
+        assert taken.order == ["other"] * 100
+        while "camera" not in taken.order:  # until the other counts as idle
+            await taken.tick()
+        await asyncio.gather(*waiting)
+        assert taken.order[100:] == ["camera"] * 3
+
+    asyncio.run(run())
+
+
+def test_a_token_that_does_next_to_nothing_holds_nobody_up():
+    """Else one could keep another from what nobody wants."""
+
+    async def run() -> None:
+        taken = Taken(ran=0.5)  # with nothing to spare
+        taken.turns.charge("camera", 0.0001)
+        taken.turns.charge("other", 0.005)
+        begun = taken.clock.now
+        for _ in range(2000):
+            taken.turns.charge("camera", 0.00001)
+            taken.turns.charge_beside("other", 0.005)
+            answered = taken.ask("other", 0.0001)
+            while not answered.done():
+                await taken.tick(0.001)
+        assert 5 < taken.clock.now - begun < 20, "it waited for its turns, and had them"
+
+    asyncio.run(run())
+
+
+def test_nothing_is_to_spare_where_the_loop_waits_for_a_processor():
+    """Processors that other programs keep busy are not this service's to give away."""
+
+    async def share(ran: float) -> float:
+        """Seconds that a token takes which never has enough, beside eight others."""
+        taken, seconds = Taken(ran), 0.0
+        stop = taken.clock.now + 20
+        while taken.clock.now < stop:
+            await asyncio.gather(*[taken.ask(f"door{door}", 0.0005) for door in range(8)])
+            if not taken.turns.must_wait("camera"):
+                taken.turns.charge_beside("camera", 0.01)
+                seconds += 0.01
+            await taken.tick(0.004)
+        return seconds
+
+    freely, crowded = (asyncio.run(share(ran)) for ran in (1.0, 0.5))
+    assert 0 < crowded < freely / 2
 
 
 def test_the_crowded_token_is_told(guarded):

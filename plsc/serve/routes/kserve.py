@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from plsc.serve.access import Endpoint, charge
+from plsc.serve.access import Endpoint
 from plsc.serve.errors import RETRY_SECONDS, ApiError, error_responses, first_error
+from plsc.serve.limits import charge
 from plsc.serve.routing import SEGMENT, Served, get_lifecycle, read_json, requires
 from plsc.serve.schemas import Float32
 

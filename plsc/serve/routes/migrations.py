@@ -12,10 +12,11 @@ from plsc.gallery.migration import MAX_LOSS, filling, moving
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.gallery.values import Person
 from plsc.serve import schemas
-from plsc.serve.access import charge, current_caller
+from plsc.serve.access import current_caller
 from plsc.serve.changes import KEY_DESCRIBED
 from plsc.serve.enrolment import embed_groups
 from plsc.serve.errors import ApiError, error_responses
+from plsc.serve.limits import charge
 from plsc.serve.routing import (
     LARGEST_ID,
     CollectionName,

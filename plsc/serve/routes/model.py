@@ -9,8 +9,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from plsc.gallery.validation import COLLECTION_NAME
-from plsc.serve.access import Right, Role, ScoreView, charge, current_caller, effective_limits
+from plsc.serve.access import Right, Role, ScoreView, current_caller
 from plsc.serve.errors import error_responses
+from plsc.serve.limits import charge, effective_limits
 from plsc.serve.routing import BodyRoute, Served, Upload, accepts, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
 

@@ -13,7 +13,6 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.thumbnails import is_lossless
 from plsc.gallery.values import Person
 from plsc.serve import schemas
-from plsc.serve.access import charge
 from plsc.serve.changes import (
     CONDITIONS_DESCRIBED,
     KEY_DESCRIBED,
@@ -23,6 +22,7 @@ from plsc.serve.changes import (
 )
 from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
+from plsc.serve.limits import charge
 from plsc.serve.routing import (
     DELETED,
     LARGEST_ID,

@@ -14,9 +14,9 @@ from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.gallery.values import Match
 from plsc.index.ann import TUNED_FOR
 from plsc.serve import schemas
-from plsc.serve.access import ScoreView, charge, current_caller
-from plsc.serve.batching import Search, SearchAnswer, answer_too_large
+from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.errors import ApiError, error_responses, first_error
+from plsc.serve.limits import charge
 from plsc.serve.routing import (
     PICTURE_TYPES,
     DirectRoute,
@@ -31,6 +31,7 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
+from plsc.serve.searching import Search, SearchAnswer, answer_too_large
 from plsc.serve.service import Service, Spaces
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
