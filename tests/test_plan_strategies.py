@@ -14,11 +14,17 @@ from plsc import config as configuration
 from plsc.devices import GIB
 from plsc.models import create
 from plsc.optim.eight_bit_adamw import EightBitAdamW
-from plsc.parallel.gradient_compression import HOOKS, ExchangeOptions, gradient_exchange
+from plsc.parallel.gradient_compression import (
+    HOOKS,
+    ExchangeOptions,
+    GradientExchange,
+    PlannedExchange,
+    gradient_exchange,
+)
 from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
 from plsc.plan.advice import Estimate, estimate, fastest, profile_of
-from plsc.plan.backbone_memory import sent_bytes, stage_of
+from plsc.plan.backbone_memory import exchange_of, stage_of
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.plan.planner import as_text
 from plsc.plan.strategy_choice import MARGIN, candidates, fits
@@ -183,7 +189,30 @@ def test_a_hook_sends_what_its_exchange_counts(hook):
     net = module()
     exchange = gradient_exchange(hook, net, Mesh(0, 8, 0, torch.device("meta")), ExchangeOptions())
     parameters = stage_of(asked, profile_of(asked), 0).parameters
-    assert sent_bytes(asked, parameters) == exchange.sent_bytes(trained(net), 10**6)
+    assert exchange_of(asked, parameters).sent == exchange.sent_bytes(trained(net), 10**6)
+
+
+def test_a_strangers_hook_is_planned_by_what_its_class_says(monkeypatch):
+    class Silent(GradientExchange):
+        pass
+
+    class Halved(GradientExchange):
+        @classmethod
+        def planned(cls, weights, options, states):
+            whole = sum(weight.nbytes for weight in weights)
+            return PlannedExchange(whole // 2, traffic=7 * whole, kept={"what was left": whole}, transient=whole)
+
+    monkeypatch.setitem(HOOKS, "silent", Silent)
+    monkeypatch.setitem(HOOKS, "halved", Halved)
+    plain, whole = planned(), sum(weight.nbytes for weight in trained(module()))
+    silent, halved = planned(comm_hook="silent"), planned(comm_hook="halved")
+    assert (silent.memory, silent.timing) == (plain.memory, plain.timing)
+    assert halved.memory.kept == plain.memory.kept | {"what was left": whole}
+    assert halved.memory.phases["backbone, update"] == plain.memory.phases["backbone, update"] + whole
+    assert halved.timing.parts["backbone, gradients compressed"] == 7 * whole / CARD.device.bandwidth
+    sent = "backbone, all-reduce"
+    halves, wholes = (each.timing.hidden[sent] + each.timing.parts[f"{sent} not hidden"] for each in (halved, plain))
+    assert halves < 0.6 * wholes
 
 
 def test_hooks_pay_on_slow_links_and_cost_on_fast_ones():

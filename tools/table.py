@@ -58,8 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for action in (info, export, joining):
         add_verify_option(action)
     export.add_argument("out", type=Path, metavar="OUT", help="a .safetensors file, or a folder for shards")
-    text = "arcface_torch: softmax_fc_gpu_R.pt, as its heads since 2022 load them; arcface_torch-2021: rank_R_softmax_"
-    text += "weight.pt with the momentum (default: safetensors)"
+    text = "arcface_torch: softmax_fc_gpu_R.pt, as its heads since 2022 load them; "
+    text += "arcface_torch-2021: rank_R_softmax_weight.pt with the momentum (default: safetensors)"
     export.add_argument("--format", choices=_FORMATS, default=_FORMATS[0], help=text)
     text = "the number of arcface_torch's ranks that will read the shards"
     export.add_argument("--world-size", "--world_size", type=positive, metavar="W", help=text)

@@ -4,7 +4,7 @@ Half precision and PowerSGD are torch's DDP communication hooks. Deep Gradient C
 arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up and sends the largest sums only.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,7 @@ from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.ddp import ExchangeOptions as ExchangeOptions
 from plsc.parallel.strategies.ddp import GradientExchange as GradientExchange
+from plsc.parallel.strategies.ddp import PlannedExchange as PlannedExchange
 from plsc.parallel.strategies.ddp import in_memory_order
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 _WARMUP_STAGES = 4  # densities 1/4, 1/16, 1/64 and 1/256 (section 3.3 of the paper)
 _MIN_COMPRESSION_RATE = 2  # PowerSGD leaves a matrix dense that it would not shrink by more
+# Bytes that are read and written on the device for each byte of a float32 gradient. Counted from operations. 16 bits:
+# rounded, read again; powersgd: error added, two products, their product, the new error; dgc: momentum, residual,
+# magnitudes, a radix selection of four passes, the elements cleared, both states kept or not.
+_ROUNDING_TRAFFIC, _POWER_SGD_TRAFFIC, _DGC_TRAFFIC = 3, 12, 24
 
 
 class BFloat16(GradientExchange):
@@ -39,6 +44,12 @@ class BFloat16(GradientExchange):
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return two bytes for each element."""
         return 2 * sum(parameter.numel() for parameter in parameters)
+
+    @classmethod
+    def planned(cls, weights: Sequence[Tensor], options: ExchangeOptions, states: int) -> PlannedExchange:
+        """Say what ``plsc plan`` counts."""
+        whole = sum(weight.nbytes for weight in weights)
+        return PlannedExchange(whole // 2, traffic=_ROUNDING_TRAFFIC * whole)
 
 
 class Float16(BFloat16):
@@ -96,14 +107,23 @@ class PowerSGD(GradientExchange):
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Count P and Q of every tensor that is compressed, and the others whole."""
-        return sum(self._elements(parameter, step) * parameter.element_size() for parameter in parameters)
+        rank = self._rank if step >= self._start else 0
+        return sum(_power_sgd_elements(parameter, rank) * parameter.element_size() for parameter in parameters)
 
-    def _elements(self, parameter: nn.Parameter, step: int) -> int:
-        rows = parameter.shape[0] if parameter.dim() else 1
-        columns = parameter.numel() // max(rows, 1)
-        factors = (rows + columns) * min(rows, columns, self._rank)
-        is_compressed = step >= self._start and factors * _MIN_COMPRESSION_RATE < parameter.numel()
-        return factors if is_compressed else parameter.numel()
+    @classmethod
+    def planned(cls, weights: Sequence[Tensor], options: ExchangeOptions, states: int) -> PlannedExchange:
+        """Say what ``plsc plan`` counts; another residual is there during a bucket's exchange."""
+        whole = sum(weight.nbytes for weight in weights)
+        sent = sum(_power_sgd_elements(weight, options.powersgd_rank) * weight.element_size() for weight in weights)
+        return PlannedExchange(sent, traffic=_POWER_SGD_TRAFFIC * whole, kept={"backbone error feedback": whole})
+
+
+def _power_sgd_elements(weight: Tensor, rank: int) -> int:
+    """Numbers of P and Q by which PowerSGD sends a weight's gradient; all of it where they are many, or rank is 0."""
+    rows = weight.shape[0] if weight.dim() else 1
+    columns = weight.numel() // max(rows, 1)
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if 0 < factors * _MIN_COMPRESSION_RATE < weight.numel() else weight.numel()
 
 
 def _power_sgd() -> Callable[..., Future[Tensor]]:
@@ -258,11 +278,21 @@ class DeepGradientCompression(GradientExchange):
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Count a float32 and an int32 for each element sent, and the small tensors whole."""
         sparsity = self.sparsity(step)
-        return sum(
-            8 * _sent_elements(parameter, sparsity)
-            if parameter in self._names and sparsity > 0
-            else parameter.numel() * parameter.element_size()
-            for parameter in parameters
+        return sum(_dgc_bytes(weight, sparsity if weight in self._names else 0.0) for weight in parameters)
+
+    @classmethod
+    def planned(cls, weights: Sequence[Tensor], options: ExchangeOptions, states: int) -> PlannedExchange:
+        """Say what ``plsc plan`` counts: momentum and residual take the place of the optimizer's states."""
+        whole, least = sum(weight.nbytes for weight in weights), options.dgc_dense_below
+        compressed = [weight for weight in weights if weight.numel() >= least]
+        sparsity = options.dgc_sparsity
+        return PlannedExchange(
+            sum(_dgc_bytes(weight, sparsity if weight.numel() >= least else 0.0) for weight in weights),
+            is_gathered=True,
+            words="all-gather of the largest",
+            traffic=_DGC_TRAFFIC * whole,
+            kept={"backbone gradients not sent": (2 - states) * sum(weight.nbytes for weight in compressed)},
+            transient=2 * whole,
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -303,7 +333,18 @@ def gradient_exchange(
     hook: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions | None = None
 ) -> GradientExchange:
     """Return the exchange of gradients that ``hook`` names in HOOKS; with one rank there is none, whatever its name."""
-    return (HOOKS[hook] if mesh.world_size > 1 else GradientExchange)(mesh, module, options or ExchangeOptions())
+    return _kind(hook, mesh.world_size)(mesh, module, options or ExchangeOptions())
+
+
+def planned_exchange(
+    hook: str, weights: Sequence[Tensor], ranks: int, options: ExchangeOptions, states: int
+) -> PlannedExchange:
+    """What ``plsc plan`` counts of :func:`gradient_exchange` over ``ranks``; see :meth:`GradientExchange.planned`."""
+    return _kind(hook, ranks).planned(weights, options, states)
+
+
+def _kind(hook: str, ranks: int) -> type[GradientExchange]:
+    return HOOKS[hook] if ranks > 1 else GradientExchange
 
 
 def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:
@@ -316,5 +357,10 @@ def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:
     return parts
 
 
-def _sent_elements(parameter: nn.Parameter, sparsity: float) -> int:
-    return max(1, round(parameter.numel() * (1 - sparsity)))
+def _sent_elements(weight: Tensor, sparsity: float) -> int:
+    return max(1, round(weight.numel() * (1 - sparsity)))
+
+
+def _dgc_bytes(weight: Tensor, sparsity: float) -> int:
+    """A float32 and an int32 for each element sent; at sparsity 0 the whole gradient."""
+    return 8 * _sent_elements(weight, sparsity) if sparsity > 0 else weight.numel() * weight.element_size()

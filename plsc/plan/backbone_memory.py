@@ -2,7 +2,7 @@
 
 With W, G and S bytes of weights, gradients and optimizer state, n ranks to shard over, and the largest blocks b:
 
-- ddp: W + G + S. Communication hooks add their residuals (:func:`_hook_states`).
+- ddp: W + G + S. Communication hooks add their residuals (:func:`exchange_of`).
 - zero1: W + G + S/n (Rajbhandari et al., ZeRO, SC 2020, section 5.1), where a weight's state lies on one rank whole.
 - zero2: (W + G + S)/n, and W gathered from the forward to the backward pass (section 5.2; FSDP's SHARD_GRAD_OP).
 - fsdp: (W + G + S)/n (ZeRO stage 3), and what is gathered: the block that computes, the one fetched ahead of it, in the
@@ -16,19 +16,16 @@ With W, G and S bytes of weights, gradients and optimizer state, n ranks to shar
 
 import functools
 import heapq
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from torch import nn
 
 from plsc.devices import Device
 from plsc.optim.eight_bit_adamw import block_size
-from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
-from plsc.parallel.mesh import Mesh
+from plsc.parallel.gradient_compression import ExchangeOptions, PlannedExchange, planned_exchange
 from plsc.parallel.strategies.layout import CUT_WEIGHTS
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.plan_config import PlanConfig
@@ -230,25 +227,26 @@ def _whole(run: PlanConfig, profile: BackboneProfile, stage: Stage, device: Devi
     weights, trained = nbytes(stage.parameters), nbytes(stage.trained)
     parts = partitions(run, stage.trained)
     states = max(state_bytes(run, part) for part in parts)
+    exchange = exchange_of(run, stage.trained)
     kept = {
         "backbone weights": weights,
         "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
         "backbone optimizer state": states,
-        **_hook_states(run, profile, trained),
+        **exchange.kept,
     }
     is_kept = not frees_gradients(run)
     if is_kept:
         kept["backbone gradients"] = trained
     if run.config.ema_decay:
         kept["moving average"] = weights + profile.buffers
-    gradients = (0 if is_kept else trained) + _hook_transient(run, trained)
+    gradients = (0 if is_kept else trained) + exchange.transient
     # without an exchange, DDP lets gradients add up beside its buckets
     beside = (trained if run.micro_batches > 1 and run.data_ranks > 1 else 0) + stage.received
     # torch's optimizers work on all weights at a time on GPUs, and copy them once
     largest = max((parameter.nbytes for parameter in stage.trained), default=0)
     copied = max(map(nbytes, parts)) if device.kind == "cuda" else largest
     stored = (2 if run.config.ema_decay else 1) * (weights + profile.buffers) + states
-    peak = stage.activations + stage.transient + _hook_transient(run, trained) + beside
+    peak = stage.activations + stage.transient + exchange.transient + beside
     return BackboneMemory(kept, stage.activations + beside, peak, gradients, copied, 0, stored)
 
 
@@ -345,34 +343,16 @@ def _state_ratio(run: PlanConfig, parameter: Parameter) -> float:
     return run.backbone_states if size is None else (2 + 8 / size) / 4
 
 
-def _hook_states(run: PlanConfig, profile: BackboneProfile, trained: int) -> dict[str, int]:
-    """Bytes that a communication hook keeps beside the optimizer: dgc's residual and momentum, powersgd's error."""
-    hook, config = run.config.parallel.comm_hook, run.config
-    if run.data_ranks == 1 or hook in ("none", "bf16", "fp16"):
-        return {}
-    if hook == "powersgd":
-        return {"backbone error feedback": trained}
-    compressed = sum(
-        parameter.nbytes
-        for parameter in profile.parameters
-        if parameter.is_trained and math.prod(parameter.shape) >= config.parallel.dgc_dense_below
-    )
-    return {"backbone gradients not sent": (2 - run.backbone_states) * compressed}
-
-
-def _hook_transient(run: PlanConfig, trained: int) -> int:
-    """Bytes from the exchange to the end of the step: dgc's next momentum and residual."""
-    return 2 * trained if run.config.parallel.comm_hook == "dgc" and run.data_ranks > 1 else 0
-
-
-def sent_bytes(run: PlanConfig, parameters: Iterable[Parameter]) -> int:
-    """Bytes of these weights' gradients that a rank gives to a step's exchange once its hook has warmed up."""
+def exchange_of(run: PlanConfig, parameters: Iterable[Parameter]) -> PlannedExchange:
+    """What the exchange of these weights' gradients takes in a step, as its class says."""
     shapes = tuple(parameter.shape for parameter in parameters if parameter.is_trained)
-    return _sent_bytes(run.config.parallel.comm_hook, exchange_options(run.config), shapes, run.data_ranks)
+    hook, options = run.config.parallel.comm_hook, exchange_options(run.config)
+    return _exchange(hook, options, shapes, run.data_ranks, run.backbone_states)
 
 
 @functools.lru_cache(maxsize=256)
-def _sent_bytes(hook: str, options: ExchangeOptions, shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    module = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-    exchange: GradientExchange = gradient_exchange(hook, module, Mesh(0, ranks, 0, torch.device("meta")), options)
-    return exchange.sent_bytes(module.parameters(), options.powersgd_start_step)
+def _exchange(
+    hook: str, options: ExchangeOptions, shapes: tuple[tuple[int, ...], ...], ranks: int, states: int
+) -> PlannedExchange:
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    return planned_exchange(hook, weights, ranks, options, states)

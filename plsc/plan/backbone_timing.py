@@ -4,7 +4,7 @@ With W and G bytes of weights and gradients, d ranks that see different images, 
 a rank moves in a step
 
 - ddp: 2·G·(d − 1)/d for the all-reduce, of which the backward pass hides most; with a communication hook, 2·(d − 1)/d
-  times what :meth:`plsc.parallel.gradient_compression.GradientExchange.sent_bytes` counts, under dgc (d − 1) times.
+  times what :meth:`plsc.parallel.gradient_compression.GradientExchange.planned` counts, (d − 1) times if it gathers.
 - zero1: as ddp, and W·(d − 1)/d for the broadcast of the updated weights.
 - zero2: W·(d − 1)/d for an all-gather in the forward pass of each micro-batch, and as much for a reduce-scatter.
 - fsdp: W·(s − 1)/s for an all-gather in the forward pass, as much for one in the backward pass, of each micro-batch,
@@ -19,15 +19,16 @@ a rank moves in a step
 from dataclasses import dataclass
 
 from plsc.devices import Device
+from plsc.parallel.gradient_compression import PlannedExchange
 from plsc.plan.backbone import BackboneProfile, Operation
 from plsc.plan.backbone_memory import (
     Stage,
+    exchange_of,
     gathered_bytes,
     gathered_together,
     is_sharded,
     nbytes,
     partitions,
-    sent_bytes,
     stage_of,
 )
 from plsc.plan.devices import HOST_BANDWIDTH, Collective, Links
@@ -44,10 +45,6 @@ WINOGRAD = 2.25
 OVERLAPPED_SHARE = 0.8  # of the passes beside which a collective runs, during which it is under way already
 BACKWARD_SHARE = 2 / 3  # of a backbone's time
 _EXPOSED_SHARE = 0.1  # of a collective at least: the first gather, the last bucket
-# Bytes that a hook reads and writes for each byte of a float32 gradient, on the device. Counted from its operations:
-# 16 bits: rounded, read again; powersgd: error added, two products, their product, the new error; dgc: momentum,
-# residual, magnitudes, a radix selection of four passes, the elements cleared, both states kept or not.
-_HOOK_TRAFFIC = {"none": 0.0, "bf16": 3.0, "fp16": 3.0, "powersgd": 12.0, "dgc": 24.0}
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,9 @@ def plan_backbone_time(
     number = _busiest_stage(run, profile)
     stage = stage_of(run, profile, number)
     passes, bubble = _passes(run, profile, device, efficiency)
-    gathered, reduced = _gathered(run, stage, links), _reduced(run, stage, links)
+    exchange = exchange_of(run, stage.parameters)
+    gathered, reduced = _gathered(run, stage, links), _reduced(run, stage, links, exchange)
+    exchanging = "reduce-scatter" if is_sharded(run) else exchange.words
     backward = passes / run.micro_batches * BACKWARD_SHARE
     gather_waits = _exposed(gathered, passes)
     left = passes - (gathered - gather_waits) / OVERLAPPED_SHARE  # gathers and sums share the links
@@ -85,14 +84,14 @@ def plan_backbone_time(
         "pipeline, sends": _sends(run, profile, links),
         "tensor parallel, collectives": _tensor_collectives(run, profile, links, is_first=number == 0),
         "backbone, weights gathered, not hidden": gather_waits,
-        f"backbone, {_exchange(run)} not hidden": reduce_waits,
-        "backbone, gradients compressed": _compressed(run, stage, device),
+        f"backbone, {exchanging} not hidden": reduce_waits,
+        "backbone, gradients compressed": exchange.traffic / device.bandwidth,
         "backbone, shards copied": _shards_copied(run, stage) / device.bandwidth,
         "backbone, updated weights broadcast": _broadcast(run, stage, links),
         "backbone, update": _update(run, stage, device),
     }
     hidden = {
-        f"backbone, {_exchange(run)}": reduced - reduce_waits,
+        f"backbone, {exchanging}": reduced - reduce_waits,
         "backbone, weights gathered": gathered - gather_waits,
     }
     return parts, hidden
@@ -155,12 +154,6 @@ def _exposed(seconds: float, beside: float) -> float:
     return max(seconds - OVERLAPPED_SHARE * beside, _EXPOSED_SHARE * seconds)
 
 
-def _exchange(run: PlanConfig) -> str:
-    if is_sharded(run):
-        return "reduce-scatter"
-    return "all-gather of the largest" if run.config.parallel.comm_hook == "dgc" else "all-reduce"
-
-
 def _gathered(run: PlanConfig, stage: Stage, links: Links) -> float:
     """Seconds of a step's all-gathers: every unit's in both passes, the root's in one; from the host, shards' too."""
     if not is_sharded(run):
@@ -183,13 +176,13 @@ def _gathers(run: PlanConfig) -> tuple[int, int]:
     return 1 if run.gathers_once else 2, run.config.optim.accumulate if run.pp > 1 else run.micro_batches
 
 
-def _reduced(run: PlanConfig, stage: Stage, links: Links) -> float:
+def _reduced(run: PlanConfig, stage: Stage, links: Links, exchange: PlannedExchange) -> float:
     """Seconds of a step's exchange of gradients."""
     ranks, per_node, tp = run.data_ranks, run.per_node, run.tp
-    sent = sent_bytes(run, stage.parameters)
+    sent = exchange.sent
     if not is_sharded(run):
-        copies = ranks - 1 if run.config.parallel.comm_hook == "dgc" else 2 * (ranks - 1) / ranks
-        kind: Collective = "all_gather" if run.config.parallel.comm_hook == "dgc" else "all_reduce"
+        copies = ranks - 1 if exchange.is_gathered else 2 * (ranks - 1) / ranks
+        kind: Collective = "all_gather" if exchange.is_gathered else "all_reduce"
         return links.seconds(copies * sent, ranks, per_node, collective=kind, stride=tp)
     shards = run.shard_ranks
     replicas = ranks // shards
@@ -200,11 +193,6 @@ def _reduced(run: PlanConfig, stage: Stage, links: Links) -> float:
     across = 2 * filled / shards * (replicas - 1) / replicas
     seconds += links.seconds(across, replicas, per_node, collective="all_reduce", stride=tp * shards, calls=calls)
     return seconds + (nbytes(stage.trained, shards) / links.bus if run.config.parallel.offload else 0.0)
-
-
-def _compressed(run: PlanConfig, stage: Stage, device: Device) -> float:
-    hook = run.config.parallel.comm_hook
-    return _HOOK_TRAFFIC[hook] * nbytes(stage.trained) / device.bandwidth if run.data_ranks > 1 else 0.0
 
 
 def _shards_copied(run: PlanConfig, stage: Stage) -> int:

@@ -8,7 +8,7 @@ How ranks exchange them is a :class:`GradientExchange`; the kinds that compress 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -47,6 +47,27 @@ class ExchangeOptions:
     dgc_warmup_steps: int = 0
     dgc_dense_below: int = 16384
     clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlannedExchange:
+    """What ``plsc plan`` counts of an exchange: bytes of one rank in one step, after any warm-up.
+
+    Attributes:
+        sent: what the rank gives to the collectives, as :meth:`GradientExchange.sent_bytes` counts it.
+        is_gathered: every rank takes what each other one sends, by an all-gather; else sums, by an all-reduce.
+        words: the collective, in words.
+        traffic: read and written on the device beside the collectives.
+        kept: all the time, by what it is in words; less what it saves the optimizer.
+        transient: from the exchange to the end of the step.
+    """
+
+    sent: int
+    is_gathered: bool = False
+    words: str = "all-reduce"
+    traffic: int = 0
+    kept: Mapping[str, int] = field(default_factory=dict)
+    transient: int = 0
 
 
 class GradientExchange:
@@ -117,6 +138,17 @@ class GradientExchange:
         An all-reduce moves twice as many per rank, in and out; an all-gather brings every other rank's.
         """
         return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+    @classmethod
+    def planned(cls, weights: Sequence[Tensor], options: ExchangeOptions, states: int) -> PlannedExchange:
+        """Say what ``plsc plan`` counts; a class that does not say it is taken to send whole gradients.
+
+        Args:
+            weights: those that are trained, in float32 on the meta device.
+            options: of the exchange.
+            states: numbers that the optimizer keeps of each number of a weight.
+        """
+        return PlannedExchange(sum(weight.nbytes for weight in weights))
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the parameters hold the average over all ranks, where ranks have their own, until the block ends."""

@@ -303,9 +303,7 @@ def test_keys_that_need_an_old_model_are_refused_without_one():
         UsageError, match=r'frozen = "\*" trains nothing that compatible.with = "runs/old" could change'
     ):
         load(None, {"compatible.with": "runs/old", "frozen": ("*",)})
-    with pytest.raises(
-        UsageError, match=r"does not go with \[\[table\]\]: old centres are those of a single"
-    ):
+    with pytest.raises(UsageError, match=r"does not go with \[\[table\]\]: old centres are those of a single"):
         load(None, {"compatible.with": "runs/old", "table": ({"name": "a"}, {"name": "b"})})
 
 
