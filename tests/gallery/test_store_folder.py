@@ -252,8 +252,7 @@ def test_the_time_counts_from_the_deletion_and_not_from_the_restart(tmp_path: Pa
     store.delete_person(GALLERY, person.id)
     store.close()
     with sqlite3.connect(tmp_path / "store" / "gallery.sqlite") as db:
-        for work in ("erase since ", "rewrite since "):
-            db.execute("UPDATE unfinished SET work = ? WHERE work GLOB ?", (f"{work}2026-01-02T03:04:05", f"{work}*"))
+        db.execute("UPDATE unfinished SET since = '2026-01-02T03:04:05' WHERE work IN ('erase', 'rewrite')")
     db.close()
     assert files_with(tmp_path / "store", vector)
     store = SqliteStore(tmp_path / "store")
