@@ -88,16 +88,14 @@ _ADDED_4 = (
 SCHEMA_4 = (*SCHEMA_3, *_ADDED_4)
 # What version 5 adds: since when something is unfinished, which followed its name before.
 _UNFINISHED_1 = SCHEMA_1[-1]
-_UNFINISHED_5 = ("since TEXT",)
+_UNFINISHED_5 = "since TEXT"
 _SPLIT_5 = (
     "UPDATE unfinished SET work = substr(work, 1, instr(work, ' since ') - 1), "
     "since = substr(work, instr(work, ' since ') + 7) WHERE work LIKE '% since %'",
 )
 SCHEMA_5 = (
     *(statement for statement in SCHEMA_4 if statement != _UNFINISHED_1),
-    _UNFINISHED_1.removesuffix(") WITHOUT ROWID")
-    + "".join(f", {column}" for column in _UNFINISHED_5)
-    + ") WITHOUT ROWID",
+    _UNFINISHED_1.replace(")", f", {_UNFINISHED_5})"),
 )
 WRITTEN_ANEW = "written anew"  # a row of unfinished, see plsc.gallery.sqlite.unfinished
 SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
@@ -108,10 +106,7 @@ SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3, 4
 def create(connection: sqlite3.Connection, application_id: int, settings: Mapping[str, str]) -> None:
     """Create the tables in one transaction: a process killed here leaves an empty file, which is created again."""
     connection.execute("BEGIN IMMEDIATE")
-    tables = sorted(
-        SCHEMAS[VERSION], key=lambda statement: "CREATE TABLE" not in statement
-    )  # indexes come after their tables
-    for statement in tables:
+    for statement in sorted(SCHEMAS[VERSION], key=lambda one: "CREATE TABLE" not in one):  # then the indexes
         connection.execute(statement)
     connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
     connection.execute("INSERT INTO unfinished VALUES (?, NULL)", (WRITTEN_ANEW,))
@@ -126,7 +121,7 @@ def migrate(connection: sqlite3.Connection, version: int) -> None:
         (1, "persons", _PERSONS_2, _ADDED_2),
         (2, "collections", _COLLECTIONS_3, _ADDED_3),
         (3, "", (), _ADDED_4),
-        (4, "unfinished", _UNFINISHED_5, _SPLIT_5),
+        (4, "unfinished", (_UNFINISHED_5,), _SPLIT_5),
     ]
     connection.execute("BEGIN IMMEDIATE")
     try:
