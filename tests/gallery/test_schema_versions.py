@@ -71,7 +71,7 @@ def test_a_former_store_opens_and_works(former: Path) -> None:
     assert "migrated_from" not in again.check()
     assert [person.name for person in again.persons("people")] == [*NAMES, "New"]
     again.compact()
-    assert again.check()["forgotten"] == 0
+    assert again.check()["tombstones"] == 0
     again.close()
 
 
@@ -143,7 +143,7 @@ def test_what_version_4_left_unfinished_keeps_its_time(tmp_path: Path) -> None:
     store.compact()
     with store._database.reading() as db:
         assert (unfinished.deletions_since(db), unfinished.rewrite_since(db)) == (None, None)
-    assert (store.check()["forgotten"], store.check()["forgotten_in_snapshots"]) == (0, 2)
+    assert (store.check()["tombstones"], store.check()["deleted_in_snapshots"]) == (0, 2)
     store.close()
     restore(folder / "snapshots" / "one", tmp_path / "new")
     store = SqliteStore(tmp_path / "new")

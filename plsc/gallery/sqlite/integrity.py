@@ -31,8 +31,8 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
 
     Returns:
         {"version", "migrated_from" (left out unless this opening migrated the store), "collections", "persons",
-        "faces", "expired" (persons whom nothing finds any more), "forgotten" (deleted faces whose vectors are in a
-        file until the next compaction), "encrypted" (left out unless it is), "snapshots", "forgotten_in_snapshots"
+        "faces", "expired" (persons whom nothing finds any more), "tombstones" (deleted faces whose vectors are in
+        a file until the next compaction), "encrypted" (left out unless it is), "snapshots", "deleted_in_snapshots"
         (deleted faces that snapshots still hold, of an encrypted store those that can be read),
         "unfinished_snapshots" (what a killed process left of one, with faces unknown)}.
 
@@ -52,7 +52,7 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
             "persons": sum(collection.info.persons for collection in stored),
             "faces": sum(collection.info.faces for collection in stored),
             "expired": sum(len(SqliteRows(db, one.number, one.info).expired_ids()) for one in stored),
-            "forgotten": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
+            "tombstones": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
         }
     faces = np.concatenate([*alive, np.empty(0, dtype=np.int64)])
     folders = [folder / SNAPSHOTS, *([] if snapshots is None else [snapshots])]
@@ -159,7 +159,7 @@ def _check_snapshots(folders: Sequence[Path], alive: Int64, keys: KeyTable | Non
             raise IntegrityError(str(error)) from None
         count += 1
         deleted = np.union1d(deleted, np.setdiff1d(_faces_in(path, keys), alive))
-    return {"snapshots": count, "forgotten_in_snapshots": len(deleted), "unfinished_snapshots": unfinished}
+    return {"snapshots": count, "deleted_in_snapshots": len(deleted), "unfinished_snapshots": unfinished}
 
 
 def _faces_in(snapshot: Path, keys: KeyTable | None) -> Int64:

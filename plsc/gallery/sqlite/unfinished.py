@@ -63,20 +63,20 @@ def rewrite_since(db: sqlite3.Connection) -> datetime | None:
 def begin_rewriting(db: sqlite3.Connection) -> None:
     """Note that the file is being written anew: changes from here on are not part of it, and noted afresh."""
     since = rewrite_since(db)
-    _forget(db, _REWRITE, _REWRITING)
+    _remove(db, _REWRITE, _REWRITING)
     if since is not None:
         db.execute("INSERT INTO unfinished VALUES (?, ?)", (_REWRITING, since.isoformat()))
 
 
 def end_rewriting(db: sqlite3.Connection, schema: str = "main") -> None:
     """Note in the new file that it holds no traces but of changes since :func:`begin_rewriting`."""
-    _forget(db, _REWRITING, _PURGED, schema=schema)
+    _remove(db, _REWRITING, _PURGED, schema=schema)
     db.execute(f"INSERT OR IGNORE INTO {schema}.unfinished VALUES (?, NULL)", (WRITTEN_ANEW,))
 
 
 def mark_written_anew(db: sqlite3.Connection) -> None:
     """Note in a copy, which VACUUM wrote, that nothing has to be done with it."""
-    _forget(db, _REWRITE)
+    _remove(db, _REWRITE)
     end_rewriting(db)
 
 
@@ -94,7 +94,7 @@ def _since(db: sqlite3.Connection, work: str) -> datetime | None:
         raise corrupt_row(db, "the time of its deletions is not what was written") from None
 
 
-def _forget(db: sqlite3.Connection, *works: str, schema: str = "main") -> None:
+def _remove(db: sqlite3.Connection, *works: str, schema: str = "main") -> None:
     db.executemany(f"DELETE FROM {schema}.unfinished WHERE work = ?", ((work,) for work in works))
 
 
