@@ -41,7 +41,7 @@ def everyone(store: SqliteStore) -> Iterator[Person]:
 def verify_forgotten(store: SqliteStore, gone: Sequence[int], living: Sequence[int]) -> None:
     """After a compaction no file holds the vectors of the keys ``gone``; a plain store's hold all of ``living``."""
     store.compact()
-    assert store.check()["forgotten"] == 0, "a compaction left something that was deleted"
+    assert store.check()["tombstones"] == 0, "a compaction left something that was deleted"
     encrypted = (store.folder / KEYS).exists()
     contract_id, is_moving = store.collection(GALLERY).contract_id, store.migration(GALLERY) is not None
     controls = [stored_form(key, contract_id) for key in living[-CONTROLS:]]

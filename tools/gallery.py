@@ -358,8 +358,8 @@ def _figure(name: str, value: int | bool) -> str:
         return f"{name.replace('_', ' ')} {value}"
     if name == "expired":
         return f"{counted(value, 'person')} expired"
-    if name.startswith("forgotten"):
-        held_by = "snapshots" if name == "forgotten_in_snapshots" else "the store's files until the next compaction"
+    if name in ("tombstones", "deleted_in_snapshots"):
+        held_by = "snapshots" if name == "deleted_in_snapshots" else "the store's files until the next compaction"
         return f"{counted(value, 'deleted face')} still in {held_by}"
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"

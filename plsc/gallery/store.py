@@ -401,12 +401,12 @@ class Store(SecondSpaces):
         """Verify everything stored and return counts. Raises :class:`IntegrityError` naming what is damaged."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """Cheap figures for metrics and health: ``{collection: {"rows", "delta", "tombstones", "recall", …}}``.
+        """Cheap figures for metrics and health: ``{collection: {"rows", "growing", "tombstones", "recall", …}}``.
 
-        Those here are of a store that searches all rows, so there is no delta and the recall is 1.
+        Those here are of a store that searches all rows, so no segment grows and the recall is 1.
         """
         return {
-            info.name: {"rows": info.faces, "persons": info.persons, "delta": 0, "tombstones": 0, "recall": 1.0}
+            info.name: {"rows": info.faces, "persons": info.persons, "growing": 0, "tombstones": 0, "recall": 1.0}
             for info in self.collections()
         }
 

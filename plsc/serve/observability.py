@@ -87,7 +87,7 @@ class Metrics:
         self._dropped.labels(kind, why).inc(count)
 
     def watch_store(self, statistics: Statistics) -> None:
-        """Export each collection's statistics (rows, delta, tombstones, recall …), read at scrape time."""
+        """Export each collection's statistics (rows, growing, tombstones, recall …), read at scrape time."""
         self.registry.register(_StoreCollector(statistics))
 
 

@@ -102,7 +102,7 @@ def test_an_older_snapshot_opens_without_whom_a_deletion_took(
     made += enrol(store, 3, seed=6)
     snapshot = store.folder / "snapshots" / "one"
     store.snapshot(snapshot)
-    assert store.check()["forgotten_in_snapshots"] == 0
+    assert store.check()["deleted_in_snapshots"] == 0
     slot = slot_of(store.folder, made[4].faces[0])
     kept = slot_content(store.folder, slot)
     plain = KeyTable(store.folder / "keys", base64.b64decode(key_file.read_text()), writable=False)
@@ -112,7 +112,7 @@ def test_an_older_snapshot_opens_without_whom_a_deletion_took(
     assert slot_content(store.folder, slot) == bytes(SLOT), "before the deletion is answered"
     assert plain.key(slot) is None
     plain.close()
-    assert store.check()["forgotten_in_snapshots"] == 0
+    assert store.check()["deleted_in_snapshots"] == 0
     assert check_readers(snapshot, key_file, None) == {"readable": 7, "readable_faces": 7, "gone": 1}
     store.close()
     for name, content in content_of(store.folder).items():

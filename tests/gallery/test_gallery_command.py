@@ -40,7 +40,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     opened.delete_person("people", opened.persons("people")[0].id)
     opened.close()
     assert gallery("check", store, "--json", report, "--overwrite") == 0
-    assert json.loads(report.read_text())["forgotten"] == 3
+    assert json.loads(report.read_text())["tombstones"] == 3
     told = capsys.readouterr().out
     assert (
         "1 collection, 3 persons, 5 faces, 0 persons expired, 3 deleted faces still in the store's files until the next"
@@ -56,9 +56,9 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
         "persons": 3,
         "faces": 5,
         "expired": 0,
-        "forgotten": 0,
+        "tombstones": 0,
         "snapshots": 0,
-        "forgotten_in_snapshots": 0,
+        "deleted_in_snapshots": 0,
         "unfinished_snapshots": 0,
     }
     capsys.readouterr()

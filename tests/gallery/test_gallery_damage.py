@@ -28,7 +28,7 @@ from plsc.index.scan import best_precision
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed store with a base, a delta, something deleted, and a snapshot."""
+    """A closed store with a sealed segment, newer faces, something deleted, and a snapshot."""
     store = SqliteStore(tmp_path_factory.mktemp("sound") / "store")
     store.create_collection(GALLERY, DIM, MODEL)
     new = [NewPerson(vector[None], f"person {n}", {"n": n, "on": True}) for n, vector in enumerate(faces(40))]
@@ -53,7 +53,7 @@ def verify_found(store: SqliteStore) -> None:
     assert store.search(GALLERY, faces(5, 1), k=1)[4][0].score > 0.999
 
 
-# --- bases -----------------------------------------------------------------------------------------------------------
+# --- sealed segments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_a_base_that_is_cut_or_written_over_under_an_open_store_is_made_anew(
 
 @pytest.mark.parametrize("lost", ["vectors.npy", "manifest.json", "."])
 def test_a_lost_base_is_made_anew(folder: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (base,) = (folder / "collections").glob("*/base-*")
+    (segment,) = (folder / "collections").glob("*/base-*")
     if lost == ".":
         shutil.rmtree(folder / "collections")
     else:
-        (base / lost).unlink()
+        (segment / lost).unlink()
     store = SqliteStore(folder)
     assert "rebuilding it" in capsys.readouterr().err
     verify_found(store)
@@ -135,14 +135,14 @@ def test_a_lost_base_is_made_anew(folder: Path, lost: str, capsys: pytest.Captur
 def test_an_older_base_in_place_of_the_current_one_is_not_taken(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (base,) = (folder / "collections").glob("*/base-*")
-    shutil.copytree(base, tmp_path / "older")
+    (segment,) = (folder / "collections").glob("*/base-*")
+    shutil.copytree(segment, tmp_path / "older")
     store = SqliteStore(folder)
     store.compact()
     store.close()
-    (base,) = (folder / "collections").glob("*/base-*")
-    shutil.rmtree(base)
-    shutil.copytree(tmp_path / "older", base)
+    (segment,) = (folder / "collections").glob("*/base-*")
+    shutil.rmtree(segment)
+    shutil.copytree(tmp_path / "older", segment)
     store = SqliteStore(folder)
     assert "another segment" in capsys.readouterr().err
     verify_found(store)
@@ -208,7 +208,7 @@ def test_a_damaged_vector_is_not_given_out(folder: Path) -> None:
         store.vectors(GALLERY, 7)
     with pytest.raises(IntegrityError, match="vector of face 7"):
         store.compact()
-    verify_found(store)  # the base still has it
+    verify_found(store)  # the segment still has it
     store.close()
 
 
@@ -397,7 +397,7 @@ def test_a_compaction_without_room_is_put_off_and_tried_again(
     wait_until(lambda: store.statistics()[GALLERY]["failed_compactions"])
     assert "put off" in capsys.readouterr().err
     (small_disk / "filler").unlink()
-    wait_until(lambda: store.statistics()[GALLERY]["base"])
+    wait_until(lambda: store.statistics()[GALLERY]["sealed"])
     store.check()
     store.close()
 
@@ -457,7 +457,7 @@ def test_a_damaged_row_does_not_end_the_compactions_for_good(
         monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 3)
         monkeypatch.setattr("plsc.gallery.sqlite.collection_state.COMPACTION_DIVISOR", 10)
         store._maintenance.wake()
-        wait_until(lambda done=done: not figures()["delta"] if done else figures()["failed_compactions"])
+        wait_until(lambda done=done: not figures()["growing"] if done else figures()["failed_compactions"])
     connection.close()
     assert "put off" in capsys.readouterr().err
     verify_found(store)

@@ -147,7 +147,7 @@ def test_a_compaction_that_waited_for_a_cut_over_compacts(
     during_the_exchange(monkeypatch, delete_and_compact)
     store.exchange_spaces(GALLERY, NEW)
     compacting.join()
-    assert store.check()["forgotten"] == 0
+    assert store.check()["tombstones"] == 0
     known.agree()
 
 
@@ -256,7 +256,7 @@ def test_both_vectors_of_the_deleted_leave_every_file(folder: tuple[Kit, Store, 
     known.agree()
     store.exchange_spaces(GALLERY, NEW)
     known.agree()
-    assert store.check()["forgotten"] == 0
+    assert store.check()["tombstones"] == 0
 
 
 def test_pictures_are_kept_and_filled_from_in_either_space(folder: tuple[Kit, Store, Faces]) -> None:

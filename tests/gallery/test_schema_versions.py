@@ -4,7 +4,8 @@ fixtures/version_1.store.tar.gz and version_1.snapshot.tar.gz were written by th
 compacted segment, persons and faces added and deleted after it; version_2.store.tar.gz and
 version_2_encrypted.store.tar.gz by that of version 2: the same with a snapshot in them, one of whose three persons was
 deleted since, and a key file that holds 32 letters A. version_3.store.tar.gz: two persons, one collection that is being
-moved to another model, and a snapshot.
+moved to another model, and a snapshot. version_4.store: three persons, of whom one was deleted at DELETED and is not
+erased, and a snapshot of all three.
 """
 
 import sqlite3
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,9 @@ import pytest
 
 from plsc.errors import DataError, IntegrityError
 from plsc.gallery.filters import Filter
+from plsc.gallery.sqlite import unfinished
 from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
+from plsc.gallery.sqlite.database import Database
 from plsc.gallery.sqlite.schema import VERSION
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.values import NewPerson
@@ -28,6 +32,7 @@ from plsc.tools.entry import main
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ["Ada", None, "Grace 李", "Late"]
 FACES = 7
+DELETED = datetime(2026, 11, 20, 3, 4, 5, 1, UTC)
 
 
 def unpacked(name: str, folder: Path) -> Path:
@@ -66,7 +71,7 @@ def test_a_former_store_opens_and_works(former: Path) -> None:
     assert "migrated_from" not in again.check()
     assert [person.name for person in again.persons("people")] == [*NAMES, "New"]
     again.compact()
-    assert again.check()["forgotten"] == 0
+    assert again.check()["tombstones"] == 0
     again.close()
 
 
@@ -122,6 +127,28 @@ def test_faces_of_version_3_get_keys(tmp_path: Path) -> None:
         assert store.find_person("people", "ada").keys == dict(zip(added, ["b", "new", "e"], strict=True))
         assert store.check()["faces"] == 6
         store.close()
+
+
+def test_what_version_4_left_unfinished_keeps_its_time(tmp_path: Path) -> None:
+    folder = unpacked("version_4.store", tmp_path)
+    database = Database(folder / "gallery.sqlite")
+    assert database.migrated_from == 4
+    with database.reading() as db:
+        assert (unfinished.deletions_since(db), unfinished.rewrite_since(db)) == (DELETED, DELETED)
+        rows = db.execute("SELECT work, since IS NULL FROM unfinished ORDER BY work").fetchall()
+        assert rows == [("erase", 0), ("rewrite", 0), ("written anew", 1)]
+    database.close()
+    store = SqliteStore(folder)
+    assert [person.name for person in store.persons("people")] == ["Ada", "Late"]
+    store.compact()
+    with store._database.reading() as db:
+        assert (unfinished.deletions_since(db), unfinished.rewrite_since(db)) == (None, None)
+    assert (store.check()["tombstones"], store.check()["deleted_in_snapshots"]) == (0, 2)
+    store.close()
+    restore(folder / "snapshots" / "one", tmp_path / "new")
+    store = SqliteStore(tmp_path / "new")
+    assert (store.check()["migrated_from"], store.check()["persons"]) == (4, 3)
+    store.close()
 
 
 def test_a_former_store_that_was_tampered_with_is_not_migrated(former: Path) -> None:

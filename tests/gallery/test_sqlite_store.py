@@ -78,10 +78,10 @@ def test_deleted_vectors_are_in_no_file_after_a_compaction(tmp_path: Path, dim: 
     gone.append(stored_bytes(store, survivor)[0])
     store.delete_face(GALLERY, survivor.id, survivor.faces[0])
     assert files_holding(store.folder, gone), "the search for bytes finds nothing anywhere"
-    assert store.check()["forgotten"] == len(gone)
+    assert store.check()["tombstones"] == len(gone)
     store.compact()
     assert files_holding(store.folder, gone) == []
-    assert store.check()["forgotten"] == 0
+    assert store.check()["tombstones"] == 0
     kept = [part for one in store.persons(GALLERY, limit=999) for part in stored_bytes(store, one)]
     assert set(files_holding(store.folder, kept[:1])) == {"gallery.sqlite", "vectors.npy"}
     store.close()
@@ -96,7 +96,7 @@ def test_a_deleted_collection_leaves_no_bytes(tmp_path: Path) -> None:
     store.delete_collection(GALLERY)
     store.compact()
     assert files_holding(store.folder, gone) == []
-    assert store.check()["forgotten"] == 0
+    assert store.check()["tombstones"] == 0
     assert not list((store.folder / "collections").rglob("*.npy"))
     store.close()
 
@@ -132,7 +132,7 @@ def test_snapshots_hold_nothing_that_was_deleted_before_and_the_check_counts_wha
     assert files_holding(store.folder, before) == []
     assert files_holding(store.folder / "snapshots", since)
     checked = store.check()
-    assert (checked["snapshots"], checked["forgotten_in_snapshots"]) == (1, 1)
+    assert (checked["snapshots"], checked["deleted_in_snapshots"]) == (1, 1)
     store.close()
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tm
     store.close()
 
 
-# --- bases and deltas ------------------------------------------------------------------------------------------------
+# --- sealed and growing segments -------------------------------------------------------------------------------------
 
 
 def is_left(store: SqliteStore) -> bool:
@@ -171,12 +171,12 @@ def test_what_is_newer_than_a_segment_takes_bounded_memory(tmp_path: Path, monke
     enrol(store, faces(400))
     store.compact()
     enrol(store, faces(21))  # fewer than an eighth
-    wait_until(lambda: store.statistics()[GALLERY]["base"] == 421)
+    wait_until(lambda: store.statistics()[GALLERY]["sealed"] == 421)
     enrol(store, faces(20))
     store.close()
     store = SqliteStore(tmp_path / "store")
     figures = store.statistics()[GALLERY]
-    assert (figures["base"], figures["delta"]) == (421, 20)
+    assert (figures["sealed"], figures["growing"]) == (421, 20)
     store.close()
 
 
@@ -208,7 +208,7 @@ def test_compaction_in_the_background_keeps_what_is_written_meanwhile(
     assert broken == []
     store.close()
     store = SqliteStore(tmp_path / "store")
-    assert store.statistics()[GALLERY]["base"] > 100, "no compaction ran"
+    assert store.statistics()[GALLERY]["sealed"] > 100, "no compaction ran"
     assert [one.id for one in store.persons(GALLERY, limit=9999)] == sorted(one.id for one in made)
     answers = store.search(GALLERY, vectors, k=1)
     alive = {one.id for one in made}

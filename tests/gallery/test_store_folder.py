@@ -193,7 +193,7 @@ def test_a_deletion_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
     vector = store.vectors(GALLERY, person.id)[0].tobytes()
     assert set(files_with(tmp_path / "store", vector)) >= {"gallery.sqlite", "vectors.npy"}
     store.delete_person(GALLERY, person.id)
-    wait_until(lambda: store.check()["forgotten"] == 0 and not files_with(tmp_path / "store", vector))
+    wait_until(lambda: store.check()["tombstones"] == 0 and not files_with(tmp_path / "store", vector))
     newest = store.add_persons(GALLERY, [NewPerson(faces(1, seed=1))], MODEL)[0]  # in no segment yet
     vector = store.vectors(GALLERY, newest.id)[0].tobytes()
     store.delete_person(GALLERY, newest.id)
@@ -252,8 +252,7 @@ def test_the_time_counts_from_the_deletion_and_not_from_the_restart(tmp_path: Pa
     store.delete_person(GALLERY, person.id)
     store.close()
     with sqlite3.connect(tmp_path / "store" / "gallery.sqlite") as db:
-        for work in ("erase since ", "rewrite since "):
-            db.execute("UPDATE unfinished SET work = ? WHERE work GLOB ?", (f"{work}2026-01-02T03:04:05", f"{work}*"))
+        db.execute("UPDATE unfinished SET since = '2026-01-02T03:04:05' WHERE work IN ('erase', 'rewrite')")
     db.close()
     assert files_with(tmp_path / "store", vector)
     store = SqliteStore(tmp_path / "store")
@@ -284,7 +283,7 @@ def test_snapshots_in_a_folder_of_their_own_are_looked_into(tmp_path: Path) -> N
     store.delete_person(GALLERY, store.persons(GALLERY)[0].id)
     assert store.check()["snapshots"] == 0
     found = store.check(tmp_path / "snapshots")
-    assert (found["snapshots"], found["forgotten_in_snapshots"], found["unfinished_snapshots"]) == (1, 1, 0)
+    assert (found["snapshots"], found["deleted_in_snapshots"], found["unfinished_snapshots"]) == (1, 1, 0)
     store.close()
 
 

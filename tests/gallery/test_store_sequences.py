@@ -329,14 +329,14 @@ def test_upkeep(store: Store, tmp_path: Path) -> None:
         store.delete_person(GALLERY, one.id)
     statistics = store.statistics()
     assert statistics.keys() == {GALLERY, "empty"}
-    assert {"rows", "delta", "tombstones", "recall"} <= statistics[GALLERY].keys()
+    assert {"rows", "growing", "tombstones", "recall"} <= statistics[GALLERY].keys()
     assert all(isinstance(value, int | float) for figures in statistics.values() for value in figures.values())
     before = dump(store)
     store.compact()
     with store.stopping_when(lambda: False):
         figures = store.statistics()[GALLERY]
     assert store.last_change() in (None, 7)
-    assert (figures["rows"], figures["delta"], figures["tombstones"]) == (8, 0, 0)
+    assert (figures["rows"], figures["growing"], figures["tombstones"]) == (8, 0, 0)
     assert isinstance(store.check(), dict)
     target = tmp_path / "snapshot"
     store.snapshot(target)

@@ -107,7 +107,7 @@ def test_what_a_failed_commit_left_in_the_log_is_no_damage(killed: tuple[Path, l
     log = folder / "gallery.sqlite-wal"
     log.write_bytes(whole[: 32 + ends[1] * FRAME])
     with closing(sqlite3.connect(folder / "gallery.sqlite")) as other:
-        other.execute("INSERT INTO unfinished VALUES ('x')")
+        other.execute("INSERT INTO unfinished VALUES ('x', NULL)")
         other.execute("DELETE FROM unfinished")
         other.commit()
         written = log.read_bytes()

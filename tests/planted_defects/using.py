@@ -516,8 +516,8 @@ USING = (
     Defect(
         "a deleted face keeps its vector in the second space",
         "plsc/gallery/sqlite/rows.py",
-        'for space in self._spaces():\n            self._forget("f.id = ?", faces, space)',
-        'for space in [self.stored.space]:\n            self._forget("f.id = ?", faces, space)',
+        'for space in self._spaces():\n            self._write_tombstones("f.id = ?", faces, space)',
+        'for space in [self.stored.space]:\n            self._write_tombstones("f.id = ?", faces, space)',
         ("tests/gallery/test_moves_in_folders.py",),
     ),
     Defect(

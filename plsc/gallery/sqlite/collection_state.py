@@ -389,8 +389,8 @@ class CollectionState:
         recall = None if ann is None else ann.monitor.recall or ann.recall
         return {
             "rows": sealed - view.sealed_deleted + growing - len(view.growing_deleted),
-            "base": sealed,
-            "delta": growing,
+            "sealed": sealed,
+            "growing": growing,
             "tombstones": view.sealed_deleted + len(view.growing_deleted),
             "memory_bytes": (0 if view.sealed is None else view.sealed.memory_bytes) + view.growing.vectors.nbytes,
             "approximate": ann is not None,

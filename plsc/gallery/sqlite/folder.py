@@ -16,9 +16,9 @@ from plsc.gallery.sqlite import COLLECTIONS, KEYS, LOCK, RESERVE, SNAPSHOTS, SQL
 from plsc.gallery.sqlite.backup import FORMAT
 from plsc.gallery.sqlite.database import PAGE_BYTES, Database
 from plsc.gallery.sqlite.encryption import EncryptedVectors
-from plsc.gallery.sqlite.integrity import verify_log
 from plsc.gallery.sqlite.keys import KeyTable, create_keys, read_key_file, remove_leftovers
 from plsc.gallery.sqlite.rewriting import remove_unfinished
+from plsc.gallery.sqlite.write_ahead_log import verify_log
 
 fcntl: ModuleType | None
 try:

@@ -1,38 +1,26 @@
-"""Verification of a store: every page, row and file, that deleted vectors are gone, and the write-ahead log.
-
-:func:`check_store` is ``plsc gallery check``. :func:`verify_log` runs whenever a store is opened.
-"""
+"""``plsc gallery check``: verification of every page, row and file of a store, and that deleted vectors are gone."""
 
 import sqlite3
-import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from plsc.errors import DataError, IntegrityError
 from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
 from plsc.gallery.sqlite.backup import read_snapshot, reading_snapshot, store_id_of
 from plsc.gallery.sqlite.compaction import deleted_faces
-from plsc.gallery.sqlite.database import Database, corrupt, corrupt_row
+from plsc.gallery.sqlite.database import Database, corrupt_row
 from plsc.gallery.sqlite.encryption import EncryptedVectors, keys_of_faces
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.records import StoredCollection
 from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.sqlite.schema import SPACE, VERSION
 from plsc.gallery.sqlite.segments import segment_folder, verify_segment
-from plsc.index.rows import Int64, Mask
-
-Words = npt.NDArray[np.uint32]
-Bytes = npt.NDArray[np.uint8]
+from plsc.index.rows import Int64
 
 _PAGE_PERSONS = 1000
-_WAL_HEADER, _WAL_FRAME_HEADER = 32, 24
-_WAL_MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}  # the byte order of the words that checksums sum
-_FRAMES_AT_ONCE = 1024
 
 
 def check_store(database: Database, folder: Path, snapshots: Path | None = None) -> dict[str, Any]:
@@ -43,8 +31,8 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
 
     Returns:
         {"version", "migrated_from" (left out unless this opening migrated the store), "collections", "persons",
-        "faces", "expired" (persons whom nothing finds any more), "forgotten" (deleted faces whose vectors are in a
-        file until the next compaction), "encrypted" (left out unless it is), "snapshots", "forgotten_in_snapshots"
+        "faces", "expired" (persons whom nothing finds any more), "tombstones" (deleted faces whose vectors are in
+        a file until the next compaction), "encrypted" (left out unless it is), "snapshots", "deleted_in_snapshots"
         (deleted faces that snapshots still hold, of an encrypted store those that can be read),
         "unfinished_snapshots" (what a killed process left of one, with faces unknown)}.
 
@@ -64,7 +52,7 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
             "persons": sum(collection.info.persons for collection in stored),
             "faces": sum(collection.info.faces for collection in stored),
             "expired": sum(len(SqliteRows(db, one.number, one.info).expired_ids()) for one in stored),
-            "forgotten": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
+            "tombstones": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
         }
     faces = np.concatenate([*alive, np.empty(0, dtype=np.int64)])
     folders = [folder / SNAPSHOTS, *([] if snapshots is None else [snapshots])]
@@ -171,7 +159,7 @@ def _check_snapshots(folders: Sequence[Path], alive: Int64, keys: KeyTable | Non
             raise IntegrityError(str(error)) from None
         count += 1
         deleted = np.union1d(deleted, np.setdiff1d(_faces_in(path, keys), alive))
-    return {"snapshots": count, "forgotten_in_snapshots": len(deleted), "unfinished_snapshots": unfinished}
+    return {"snapshots": count, "deleted_in_snapshots": len(deleted), "unfinished_snapshots": unfinished}
 
 
 def _faces_in(snapshot: Path, keys: KeyTable | None) -> Int64:
@@ -182,109 +170,3 @@ def _faces_in(snapshot: Path, keys: KeyTable | None) -> Int64:
         faces, slots = keys_of_faces(db)
     erased = keys.erased()
     return faces[(slots < len(erased)) & ~erased[np.minimum(slots, len(erased) - 1)]]
-
-
-# --- the write-ahead log ---
-
-
-def verify_log(database: Path, page_bytes: int) -> None:
-    """Verify that the write-ahead log of ``database`` still holds every acknowledged transaction.
-
-    After a crash, committed transactions may exist only in the log. SQLite replays it up to the first frame with a
-    wrong checksum and takes the rest for the torn end of a last transaction. One flipped bit therefore undoes,
-    silently, all that was acknowledged behind it: an operator who promised a person deletion would find that person
-    again. So the checksums are verified before SQLite opens the file. The last transaction cannot be told from one that
-    a power failure tore; for it alone SQLite's judgement stands.
-
-    Format: https://www.sqlite.org/fileformat2.html#the_write_ahead_log.
-
-    Args:
-        database: the SQLite file; without a log beside it nothing is wrong.
-        page_bytes: the page size to assume if the log's own header is damaged.
-
-    Raises:
-        IntegrityError: a transaction was lost; names the frame.
-    """
-    path = database.with_name(database.name + "-wal")
-    if not path.exists() or path.stat().st_size < _WAL_HEADER + _WAL_FRAME_HEADER:
-        return
-    with path.open("rb") as file:
-        header = file.read(_WAL_HEADER)
-    magic, _, size = struct.unpack(">3I", header[:12])
-    order = _WAL_MAGIC.get(magic, "<u4")
-    sums = np.frombuffer(header[24:], dtype=">u4").astype(np.uint32)
-    intact = magic in _WAL_MAGIC and np.array_equal(_checksums(np.frombuffer(header[:24], order)[None])[0], sums)
-    frames = _map_frames(path, size if intact else page_bytes)
-    commits = np.any(frames[:, 4:8], axis=1)  # a frame that commits holds the database's size in pages, others zero
-    if not intact:
-        if commits.any():
-            raise corrupt(path, "its header is not what was written")
-        return
-    valid = _valid_frames(frames, np.frombuffer(header[16:24], np.uint8), order, sums)
-    bad, lost = _lost_transactions(valid, commits)
-    if lost > 1:
-        raise corrupt(path, f"frame {bad + 1} is not what was written, and {lost} transactions from there on are lost")
-
-
-def _map_frames(path: Path, page_bytes: int) -> Bytes:
-    """Map the log's frames, (F, 24 + page_bytes)."""
-    width = _WAL_FRAME_HEADER + page_bytes
-    count = (path.stat().st_size - _WAL_HEADER) // width
-    if not count:
-        return np.empty((0, width), dtype=np.uint8)
-    return np.memmap(path, np.uint8, "r", offset=_WAL_HEADER, shape=(count, width))
-
-
-def _lost_transactions(valid: Mask, commits: Mask) -> tuple[int, int]:
-    """Return the first invalid frame, and how many transactions end in it or in the valid run behind it.
-
-    A log that was restarted, or whose commit failed, is overwritten from some frame on: stale frames behind it are
-    chained to nothing, so they are not valid. A second commit in a valid run proves that the first was synced.
-    """
-    bad = len(valid) if valid.all() else int(np.argmin(valid))
-    # Damage in a frame's checksum field breaks the next frame as well, which continues from it.
-    begin = bad + 1 if valid[bad + 1 : bad + 2].all() else bad + 2
-    rest = valid[begin:]
-    end = begin + (len(rest) if rest.all() else int(np.argmin(rest)))
-    return bad, int(np.count_nonzero(commits[bad:end])) if commits[begin:end].any() else 0
-
-
-def _valid_frames(frames: Bytes, salts: Bytes, order: str, previous: Words) -> Mask:
-    """Return which frames carry the log's ``salts`` and continue the checksum (2,) of the frame before."""
-    valid = np.empty(len(frames), dtype=np.bool_)
-    for start in range(0, len(frames), _FRAMES_AT_ONCE):
-        part = np.asarray(frames[start : start + _FRAMES_AT_ONCE])
-        stored = np.ascontiguousarray(part[:, 16:24]).view(">u4").astype(np.uint32)
-        summed = np.ascontiguousarray(np.concatenate([part[:, :8], part[:, _WAL_FRAME_HEADER:]], axis=1)).view(order)
-        initial = np.concatenate([previous[None], stored[:-1]])
-        valid[start : start + len(part)] = (_checksums(summed, initial) == stored).all(axis=1)
-        valid[start : start + len(part)] &= (part[:, 8:16] == salts).all(axis=1)
-        previous = stored[-1]
-    return valid
-
-
-def _checksums(words: Words, initial: Words | None = None) -> Words:
-    """Return SQLite's checksums (F, 2) of ``words`` (F, W), W even, each continued from ``initial`` (F, 2) or zeros.
-
-    SQLite's loop adds, per pair of words a, b: s0 += a + s1; s1 += b + s0, modulo 2^32. Unrolled, the word that is j-th
-    from the end counts F(j) times in s0 and F(j+1) times in s1, F being the Fibonacci numbers. So all frames are summed
-    by one integer matrix product instead of a Python loop over every word.
-    """
-    count = words.shape[1]
-    fibonacci = _fibonacci(count + 2)
-    weights = np.stack([fibonacci[:count][::-1], fibonacci[1 : count + 1][::-1]], axis=1)
-    sums: Words = words.astype(np.uint32, copy=False) @ weights
-    if initial is None:
-        return sums
-    carry = np.array([[fibonacci[count - 1], fibonacci[count]], [fibonacci[count], fibonacci[count + 1]]])
-    continued: Words = sums + initial @ carry
-    return continued
-
-
-@lru_cache(maxsize=8)
-def _fibonacci(count: int) -> Words:
-    """Return the first ``count`` Fibonacci numbers from 0, 1 on, modulo 2^32."""
-    numbers = [0, 1]
-    while len(numbers) < count:
-        numbers.append((numbers[-1] + numbers[-2]) % 2**32)
-    return np.array(numbers, dtype=np.uint32)

@@ -242,7 +242,7 @@ class SqliteRows(Rows):
             note_left_texts(self.db)  # a second space is not filled in order: SQLite has moved rows of vectors
         self._count_leaving_second(faces)
         for space in self._spaces():
-            self._forget("f.id = ?", faces, space)
+            self._write_tombstones("f.id = ?", faces, space)
         self.db.executemany("DELETE FROM faces WHERE id = ?", ((face,) for face in faces))
         keys = [(owner.id, owner.keys[face]) for face in faces if face in owner.keys]
         if keys:
@@ -257,7 +257,7 @@ class SqliteRows(Rows):
         note_left_texts(self.db)
         note_deletion_time(self.db)
         for space in self._spaces():
-            self._forget("f.collection = ?", [self.number], space)
+            self._write_tombstones("f.collection = ?", [self.number], space)
         self.db.execute("DELETE FROM migrations WHERE collection = ?", (self.number,))
         self.db.execute(
             "DELETE FROM face_keys WHERE person IN (SELECT id FROM persons WHERE collection = ?)", (self.number,)
@@ -292,7 +292,7 @@ class SqliteRows(Rows):
     def _spaces(self) -> list[int]:
         return [self.stored.space] if self.second is None else [self.stored.space, self.second.space]
 
-    def _forget(self, condition: str, values: Iterable[int], space: int) -> None:
+    def _write_tombstones(self, condition: str, values: Iterable[int], space: int) -> None:
         """Write the tombstones of the vectors that faces have in a space."""
         text = (
             "INSERT OR IGNORE INTO forgotten SELECT v.face, f.collection FROM faces f "
@@ -335,7 +335,7 @@ class SqliteRows(Rows):
     def end_migration(self) -> None:
         """Delete the vectors in the second space; their bytes leave the files as those of deleted faces do."""
         assert self.second is not None, "it was checked"
-        self._forget("f.collection = ?", [self.number], self.second.space)
+        self._write_tombstones("f.collection = ?", [self.number], self.second.space)
         self.db.execute("DELETE FROM migrations WHERE collection = ?", (self.number,))
         note_deletion_time(self.db)
         note_left_texts(self.db)  # SQLite may have moved rows of vectors, and left copies in the gaps of pages

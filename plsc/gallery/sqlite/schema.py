@@ -6,15 +6,15 @@ The column names belong to the file format. Of ``collections``, ``base`` is the 
 searched vector in ``vectors`` and ``forgotten``: a multiple of :data:`SPACE`, 0 until the collection was first moved to
 another model. ``migrations`` has the collections whose faces have vectors in a second space (plsc.gallery.migration).
 
-A migration adds and never rewrites: a gallery of ten million persons opens as fast as before. Rows that a former
-version wrote keep their checksums, because columns with their default values do not enter them
+A migration rewrites at most the few rows of ``unfinished``: a gallery of ten million persons opens as fast as before.
+Rows that a former version wrote keep their checksums, because columns with their default values do not enter them
 (plsc.gallery.sqlite.records).
 """
 
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-VERSION = 4
+VERSION = 5
 SPACE = 2**48  # ids of faces are smaller
 
 _PERSONS_1 = """CREATE TABLE persons (
@@ -86,20 +86,30 @@ _ADDED_4 = (
         PRIMARY KEY (person, key)) WITHOUT ROWID""",
 )
 SCHEMA_4 = (*SCHEMA_3, *_ADDED_4)
+# What version 5 adds: since when something is unfinished, which followed its name before.
+_UNFINISHED_1 = SCHEMA_1[-1]
+_UNFINISHED_5 = "since TEXT"
+_SPLIT_5 = (
+    "UPDATE unfinished SET work = substr(work, 1, instr(work, ' since ') - 1), "
+    "since = substr(work, instr(work, ' since ') + 7) WHERE work LIKE '% since %'",
+)
+SCHEMA_5 = (
+    *(statement for statement in SCHEMA_4 if statement != _UNFINISHED_1),
+    _UNFINISHED_1.replace(")", f", {_UNFINISHED_5})"),
+)
 WRITTEN_ANEW = "written anew"  # a row of unfinished, see plsc.gallery.sqlite.unfinished
 SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
 
-SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3, 4: SCHEMA_4}
+SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2, 3: SCHEMA_3, 4: SCHEMA_4, 5: SCHEMA_5}
 
 
 def create(connection: sqlite3.Connection, application_id: int, settings: Mapping[str, str]) -> None:
     """Create the tables in one transaction: a process killed here leaves an empty file, which is created again."""
     connection.execute("BEGIN IMMEDIATE")
-    tables = sorted(SCHEMA_4, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
-    for statement in tables:
+    for statement in sorted(SCHEMAS[VERSION], key=lambda one: "CREATE TABLE" not in one):  # then the indexes
         connection.execute(statement)
     connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
-    connection.execute("INSERT INTO unfinished VALUES (?)", (WRITTEN_ANEW,))
+    connection.execute("INSERT INTO unfinished VALUES (?, NULL)", (WRITTEN_ANEW,))
     connection.execute(f"PRAGMA application_id = {application_id}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")
@@ -111,6 +121,7 @@ def migrate(connection: sqlite3.Connection, version: int) -> None:
         (1, "persons", _PERSONS_2, _ADDED_2),
         (2, "collections", _COLLECTIONS_3, _ADDED_3),
         (3, "", (), _ADDED_4),
+        (4, "unfinished", (_UNFINISHED_5,), _SPLIT_5),
     ]
     connection.execute("BEGIN IMMEDIATE")
     try:

@@ -452,8 +452,8 @@ class SqliteStore(Store):
             return check_store(self._database, self.folder, snapshots)
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """``{collection: {"rows", "base", "delta", "tombstones", "memory_bytes", "approximate", "recall",
-        "failed_compactions"}}``; base and delta are the rows of the sealed and of the growing segment."""
+        """``{collection: {"rows", "sealed", "growing", "tombstones", "memory_bytes", "approximate", "recall",
+        "failed_compactions"}}``; sealed and growing are the rows of these segments."""
         return {
             name: {**state.statistics(), "failed_compactions": self._maintenance.failures}
             for name, state in self._states.items()
