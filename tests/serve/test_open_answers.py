@@ -10,6 +10,8 @@ from support.live_service import Live, bearer, live_service
 from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.turns import Turns
 
+pytestmark = pytest.mark.live
+
 HEALTH = ("/health/live", "/health/ready", "/v2", "/v2/health/live", "/v2/health/ready")
 PATHS = ("/", "/page/page.js", "/docs", "/docs/swagger-ui.css", "/openapi.json")
 

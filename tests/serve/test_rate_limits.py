@@ -11,6 +11,8 @@ from plsc.serve import access
 from plsc.serve.access import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
 from plsc.serve.errors import ApiError
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:

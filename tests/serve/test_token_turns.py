@@ -21,6 +21,8 @@ from plsc.serve import service, turns
 from plsc.serve.access import current_caller
 from plsc.serve.turns import TokenTurns
 
+pytestmark = pytest.mark.live
+
 PLACE = "/v1/collections/staff"
 
 
