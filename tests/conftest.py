@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import sys
@@ -151,6 +152,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if config.args == config.getini("testpaths") and (unknown := unknown_cases(items)):  # everything was collected
         raise pytest.UsageError(f"first_ring names no case by {unknown}")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what stays: it takes seconds to go through all tests, and each service does as it starts."""
+    gc.collect()
+    gc.freeze()
+    if "plsc.serve.server" in sys.modules:
+        sys.modules["plsc.serve.server"].gc = mock.Mock()  # type: ignore[attr-defined]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
