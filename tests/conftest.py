@@ -1,11 +1,14 @@
 """Fixtures that every test may use."""
 
+import contextlib
+import gc
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Commands that tests start would take every core for their threads, which wait for each other by spinning, beside the
 # other process of tests.
@@ -25,11 +28,15 @@ if importlib.util.find_spec("hypothesis") is not None:  # make gpu-day takes an 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
+from support.hermetic import harness, hermetic  # noqa: E402
 from support.interpreter import Interpreter  # noqa: E402
+from support.live_ring import run_live, summary  # noqa: E402
 from support.measured import Commands  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
 from support.rings import mark_second_ring, unknown_cases  # noqa: E402
 from support.time_limit import time_limit  # noqa: E402
+
+pytest_plugins = ["pytester"]  # tests of the rings run tests
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,6 +70,19 @@ def _strict_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _kernels() -> None:
+    """Compile the CPU kernels before a test needs them, which may start no compiler."""
+    from plsc.native import build
+
+    with harness(), pytest.MonkeyPatch.context() as patch:
+        for path in (os.environ.get("PLSC_CPU"), *build.available_paths()[-1:]):
+            if path:
+                patch.setenv("PLSC_CPU", path)
+            for source in ("head_kernels", "scan_kernels"):
+                build.library(source)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """``ranks(world, function, *args)``: the results of ``function(mesh, *args)`` on ``world`` gloo ranks."""
@@ -89,18 +109,38 @@ def interpreter() -> Iterator[Interpreter]:
     process.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A live test may run again."""
+    return run_live(item, nextitem) or None
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Iterator[None]:
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Limit the time of fixtures: one may do the work of a whole file, but ends before faulthandler_timeout."""
-    with time_limit(540):
+    with time_limit(540), watched(item):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Limit the time of each test."""
-    with time_limit():
+    with time_limit(), watched(item):
         return (yield)
+
+
+@contextlib.contextmanager
+def watched(item: pytest.Item) -> Iterator[None]:
+    """The first ring's tests keep to their process, but for those that say ``live``; GPUs' compilers are processes."""
+    if any(item.get_closest_marker(name) for name in ("live", "exhaustive", "gpu")):
+        yield
+        return
+    from plsc.models import trial
+
+    # A model is tried in a process of its own, whose limits keep a wrong one from taking this one's memory.
+    doors = {name: harness()(getattr(trial, name)) for name in ("_spawned", "_forked")}
+    with mock.patch.multiple(trial, **doors), hermetic():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
@@ -112,6 +152,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if config.args == config.getini("testpaths") and (unknown := unknown_cases(items)):  # everything was collected
         raise pytest.UsageError(f"first_ring names no case by {unknown}")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what stays: it takes seconds to go through all tests, and each service does as it starts."""
+    gc.collect()
+    gc.freeze()
+    if "plsc.serve.server" in sys.modules:
+        sys.modules["plsc.serve.server"].gc = mock.Mock()  # type: ignore[attr-defined]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -153,3 +201,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if left_out is not None:
         count = len(terminalreporter.stats.get("deselected", [])) or config.stash.get(DESELECTED, 0)
         terminalreporter.write_line(f"{count} left out: {left_out}")
+    for line in summary(report for reports in terminalreporter.stats.values() for report in reports):
+        terminalreporter.write_line(line)

@@ -394,6 +394,7 @@ NO_INTEGERS = [True, np.bool_(True), 2.0, np.float32(2), np.array([2]), "2", Non
 HALF = [np.float32(0.5), np.float64(0.5)]
 
 
+@pytest.mark.live
 def test_numbers_of_numpy_are_numbers(client_of_nobody):
     rows = np.random.default_rng(0).standard_normal((420, 4))
     built = {name: plsc.Index.build(rows, kind=name, recall=0.5, quiet=True) for name in ("exact", "ivf", "hnsw")}

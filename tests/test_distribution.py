@@ -18,7 +18,7 @@ from support.waiting import serving
 
 import plsc
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 ROOT = Path(__file__).parents[1]
 

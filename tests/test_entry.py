@@ -102,6 +102,7 @@ def test_wrong_arguments_are_one_line_that_names_command_problem_and_help(argv, 
     assert captured.err.endswith(f"(see {command} --help)\n")
 
 
+@pytest.mark.live
 def test_help_and_wrong_arguments_import_nothing_heavy():
     lines = [["--help"], ["--version"], ["trian"], *([name, "--help"] for name in COMMANDS)]
     lines += [*(argv for argv, _ in ONE_OF_EACH), ["train", "fine_tune", "--optim.lrr", "1"], ["plan", "x", "y", "z"]]
@@ -129,6 +130,7 @@ def run_closed(argv: list[str], **closed: Any) -> "subprocess.CompletedProcess[s
         os.close(writing)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     "argv", [["--help"], ["--version"], ["train", "--list-keys"], ["serve", "--help"], ["gallery", "migrate", "--help"]]
 )
@@ -137,6 +139,7 @@ def test_a_command_ends_quietly_where_nobody_reads_its_output(argv: list[str]) -
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.live
 def test_work_goes_on_where_nobody_reads_the_errors(tmp_path: Path) -> None:
     argv = ["data", "convert", "avatars:3x2", str(tmp_path / "train.rec"), "--json", str(tmp_path / "done.json")]
     assert run_closed(argv, stderr=True).returncode == 0
@@ -144,6 +147,7 @@ def test_work_goes_on_where_nobody_reads_the_errors(tmp_path: Path) -> None:
     assert run_closed(["nonsense"], stderr=True).returncode == 2
 
 
+@pytest.mark.live
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize(("argv", "command"), [(["--help"], "plsc"), (["train", "--list-keys"], "plsc train")])
 def test_output_that_a_full_disk_does_not_take_is_a_failure_of_a_line(argv: list[str], command: str) -> None:
@@ -157,6 +161,7 @@ def test_output_that_a_full_disk_does_not_take_is_a_failure_of_a_line(argv: list
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.live
 def test_only_the_first_of_a_machines_ranks_prints_and_tells_torchrun_why(tmp_path):
     """Both ranks make the same mistake; the launcher ends the others when the first has ended."""
     ranks = []
@@ -174,6 +179,7 @@ def test_only_the_first_of_a_machines_ranks_prints_and_tells_torchrun_why(tmp_pa
     assert not (tmp_path / "1.json").exists()
 
 
+@pytest.mark.live
 def test_every_public_name_is_there_and_imported_at_its_first_use_only():
     code = "import sys, plsc; assert 'torch' not in sys.modules; plsc.ArcFace; assert 'torch' in sys.modules; plsc.head"
     subprocess.run([sys.executable, "-c", code], check=True)

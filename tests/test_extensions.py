@@ -14,6 +14,8 @@ from support.waiting import serving
 from plsc.client import Client, ServerError
 from plsc.client_values import NewPerson
 
+pytestmark = pytest.mark.live
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tests/extensions"
 

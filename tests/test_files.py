@@ -40,6 +40,7 @@ def test_a_failure_leaves_no_new_folder(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "result").exists()
 
 
+@pytest.mark.live
 def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
     dead = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(dead, 0)

@@ -147,6 +147,7 @@ def test_packages_and_their_data_are_listed():
     assert extra == shipped
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_import_needs_torch_and_numpy_alone():
     code = (
@@ -157,6 +158,7 @@ def test_import_needs_torch_and_numpy_alone():
     assert set(loaded) - sys.stdlib_module_names <= {"plsc", "torch", "numpy"}
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("folder", ["models", "data", "tools"])
 def test_folders_at_the_top_refuse_to_be_imported_by_their_bare_names(folder):
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)

@@ -134,6 +134,7 @@ def test_an_implementation_that_fails_is_a_row_and_not_tried_again(monkeypatch):
     assert "no memory" in search_table(result["rows"], result["ratios"])
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_process_that_ends_early_says_why(monkeypatch):
     monkeypatch.setitem(search.SEARCHES, "plsc-new", search.SEARCHES["plsc"])  # which the worker does not know

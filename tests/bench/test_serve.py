@@ -63,6 +63,7 @@ def test_a_gallery_is_made_and_the_bare_store_measured(tmp_path):
     assert figures["p99_ms"] >= figures["p50_ms"] > 0
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_callers_ask_and_count_answers_alone(tmp_path, form):

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.slow_link import ADDRESSES, Network, require_privileges, slow_link
 
+pytestmark = pytest.mark.live
+
 SERVER = "import socket; s = socket.create_server(('', 5001)); print(flush=True); s.accept()[0].sendall(b'arrived')"
 CLIENT = f"import socket; print(socket.create_connection(('{ADDRESSES[0]}', 5001), 10).recv(10).decode(), end='')"
 

@@ -79,6 +79,7 @@ def test_every_assignment_is_float64s_while_most_pairs_are_left_out():
     assert compared < 0.7 * 20 * ROWS * GROUPS
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     "options",
     [
@@ -193,6 +194,7 @@ def test_the_nearest_centres_of_each_row(tmp_path, embeddings, capsys):
     np.testing.assert_array_equal(labels_of(out), before)
 
 
+@pytest.mark.live
 def test_what_cannot_be_is_one_line(tmp_path, embeddings, capsys):
     zero = drawn()[0]
     zero[5] = 0

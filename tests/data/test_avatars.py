@@ -33,6 +33,7 @@ def raw_pixels(data: AvatarDataset) -> torch.Tensor:
     return torch.nn.functional.normalize(flat - flat.mean(dim=0), dim=1)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_another_process_draws_the_same_pixels_in_another_order() -> None:
     data = AvatarDataset(3, 4, first=70, image_size=64)

@@ -76,6 +76,7 @@ def test_class_names_do_not_leave_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["put"]
 
 
+@pytest.mark.live
 def test_check_finds_everything(faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     assert main(["data", "check", str(faces), "--json", str(report)]) == 0

@@ -91,6 +91,7 @@ def codes_of(spec: str) -> set[str]:
     return set(data.class_names)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_another_process_draws_the_same_pixels_in_another_order() -> None:
     data = open_dataset(f"glyphs:41-4A:{TWO}:variants=2", image_size=40)

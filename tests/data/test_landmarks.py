@@ -155,6 +155,7 @@ def align(source: Path, out: Path, points: Path, *more: str) -> int:
     return main([*argv, *more])
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("target", ["faces.rec", "faces"])
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path, capsys):
@@ -216,6 +217,7 @@ def test_records_may_be_named_by_their_numbers(photos, tmp_path):
     assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, (key, _) in enumerate(lines(photos)))
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
     detector = stand_in(tmp_path / "d.onnx", shape=(1, 3, 256, 256), points=POINTS, box=(1, 1, 1, 1))

@@ -201,6 +201,7 @@ def killed_while(convert_it: object, calls: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("out", ["x.rec", "folder"])
 def test_a_kill_leaves_the_old_or_the_new_and_no_mixture(out: str, faces: Path, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_orders_differ_by_epoch_and_seed() -> None:
     assert five.order(seed=1, epoch=2, shuffle=True).dtype == np.uint32
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", ["none", "flip", "affine", "standard"])
 def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
@@ -103,6 +104,7 @@ def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
     assert not torch.equal(runs[0][0][0][0][0], runs[0][1][0][0][0])
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("workers", [0, 2])
 def test_position_counts_what_the_loop_was_given(workers: int) -> None:
     data = Numbered(100)
@@ -157,6 +159,7 @@ def test_states_that_do_not_fit() -> None:
             loader.load_state_dict(state)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("workers", [0, 1])
 def test_broken_images_give_their_places_to_the_next_and_are_told_once(
     workers: int, caplog: pytest.LogCaptureFixture
@@ -216,6 +219,7 @@ def test_every_rank_knows_the_sizes_of_all(world: int) -> None:
         assert announced is None
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_augmentation_holds_from_the_next_loop_on(workers: int) -> None:
@@ -247,6 +251,7 @@ def test_pinned_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinned == [torch.uint8]
 
 
+@pytest.mark.live
 def test_torchs_own_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -326,6 +331,7 @@ class ProcessIds(torch.utils.data.Dataset[int]):
         return os.getpid()
 
 
+@pytest.mark.live
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_process_is_reported_wherever_the_loop_is() -> None:
     @report_killed_workers()
@@ -340,6 +346,7 @@ def test_a_killed_process_is_reported_wherever_the_loop_is() -> None:
         raise RuntimeError("something else")
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
 def test_a_process_is_reported_whose_pipe_ends_before_it(error: type[Exception]) -> None:
     images: Any = iter(map_in_workers(ProcessIds(), range(100), 1))

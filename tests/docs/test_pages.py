@@ -126,6 +126,7 @@ def run_page(page: Path, folder: Path) -> PageRun:
     return run
 
 
+@pytest.mark.live
 @pytest.mark.first_ring("README")
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("bash") and shutil.which("curl")), reason="needs bash and curl")

@@ -15,6 +15,8 @@ from support.page_runner import ROOT
 import plsc
 from plsc import collectives
 
+pytestmark = pytest.mark.live
+
 PACKAGES = ("material", "mkdocstrings")
 
 

@@ -188,6 +188,7 @@ def test_a_triton_that_torch_was_not_made_for_is_named(doctor, monkeypatch):
     assert sections["versions"]["triton"]["text"] == "2.1.0, and this torch needs 3.9.0"
 
 
+@pytest.mark.live
 @compiled
 def test_a_kernel_library_of_other_sources_is_named(doctor, monkeypatch, tmp_path):
     files = wrong_library.plant(monkeypatch, tmp_path)

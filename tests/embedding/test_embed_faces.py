@@ -15,6 +15,8 @@ from plsc.embedding.embedder import open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 POINTS = (TEMPLATE - 56) / 32
 
 

@@ -100,6 +100,7 @@ def test_three_ranks_give_the_same_bytes_as_one(ranks: Any, tmp_path: Path) -> N
     assert contents(tmp_path / "one") == contents(tmp_path / "many")
 
 
+@pytest.mark.live
 def test_decoding_in_worker_processes_changes_nothing(tmp_path: Path) -> None:
     pictures = Pictures(60, bad=(7, 8))
     run(ONE, tmp_path / "none", pictures)
@@ -122,6 +123,7 @@ def _killed_in_the_middle(folder: Path, after_shards: int) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_killed_and_resumed_on_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     pictures = Pictures(200, (3,))
@@ -294,6 +296,7 @@ def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
+@pytest.mark.live
 def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
     class Odd(Pictures):
         def picture(self, index: int) -> torch.Tensor:
@@ -307,6 +310,7 @@ def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
     assert run(ONE, tmp_path / "set", Odd(60, bad=(7,)))["warnings"] == 0  # nothing was embedded
 
 
+@pytest.mark.live
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_decoding_process_that_dies(tmp_path: Path) -> None:
     killed = {9: lambda: os.kill(os.getpid(), signal.SIGKILL)}  # as the system does when memory runs out

@@ -68,6 +68,7 @@ def test_the_next_batch_is_read_while_the_model_computes():
     assert len(list(embedded_batches(embed, stream(), StallTimes()))) == 2
 
 
+@pytest.mark.live
 def test_a_worker_ends_with_its_reader():
     """It holds the other end of the reader's output."""
     reader = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)

@@ -135,6 +135,7 @@ def test_sets_of_several_models_are_each_halved(sets: Path) -> None:
         assert result["sets"][name] == {**expected, "train": name}
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_pictures_are_embedded_on_any_number_of_ranks(tmp_path: Path) -> None:
     words = ["raw-pixels", "--probe", "knn", "--data", PICTURES, "--image-size", "32", "--neighbours", "3"]

@@ -164,6 +164,7 @@ rotate_key(*map(Path, sys.argv[1:4]))
 """
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_rotation_killed_halfway_leaves_a_store_that_opens(
     sealed: Sealed, key_file: Path, tmp_path: Path, moment: str

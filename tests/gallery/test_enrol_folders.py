@@ -25,6 +25,8 @@ from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 PEOPLE = {"Ada": 2, "Grace ✓": 1, "Mary": 5}
 
 

@@ -93,6 +93,7 @@ def test_a_bit_flipped_while_the_store_is_open_is_named_by_the_check(folder: Pat
     store.close()
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
 @pytest.mark.parametrize("kept", [None, 0, 200])
 def test_a_base_that_is_cut_or_written_over_under_an_open_store_is_made_anew(
@@ -308,6 +309,7 @@ def fill(path: Path) -> None:
                 size //= 2
 
 
+@pytest.mark.live
 def test_a_full_disk_refuses_what_adds_takes_what_deletes_and_loses_nothing(small_disk: Path) -> None:
     store = SqliteStore(small_disk / "store")
     store.create_collection(GALLERY, DIM, MODEL)
@@ -346,6 +348,7 @@ def test_a_full_disk_refuses_what_adds_takes_what_deletes_and_loses_nothing(smal
     store.close()
 
 
+@pytest.mark.live
 def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,6 +383,7 @@ def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
     store.close()
 
 
+@pytest.mark.live
 def test_a_compaction_without_room_is_put_off_and_tried_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,6 +433,7 @@ store.close()
 """
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
     """Show the same without mounting anything."""
@@ -440,6 +445,7 @@ def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
     assert done.stdout.split() == ["refused", "refused"]
 
 
+@pytest.mark.live
 def test_a_damaged_row_does_not_end_the_compactions_for_good(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.live
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 
 

@@ -270,6 +270,7 @@ def test_they_become_a_data_set_of_the_very_pixels(tmp_path: Path, capsys: pytes
                 assert torch.equal(decode_image(content, "it"), crop(2 * number + index))
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_service_keeps_what_the_model_saw_and_shows_it_where_it_was_asked_to(tmp_path: Path, shown: bool) -> None:
@@ -291,6 +292,7 @@ def test_a_service_keeps_what_the_model_saw_and_shows_it_where_it_was_asked_to(t
         assert again == fresh
 
 
+@pytest.mark.live
 def test_the_options_go_with_encryption_and_need_a_folder(capsys: pytest.CaptureFixture[str], key_file: Path) -> None:
     words = ["serve", "--model", "missing.onnx", "--encrypt", str(key_file), "--keep-pictures", "--keep-thumbnails"]
     assert main([*words, "--store", "s"]) != 0

@@ -122,6 +122,7 @@ def test_a_key_whose_erasure_is_not_synced_is_erased_again(opened: Opened, monke
     assert disk.content[start : start + SLOT] == bytes(SLOT)
 
 
+@pytest.mark.live
 def test_deletions_at_the_same_time_share_a_sync(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     store, made = opened
     codec = store._database.codec

@@ -228,6 +228,7 @@ def test_no_text_of_a_user_is_in_an_expression() -> None:
     assert evil not in str(encode_metadata({evil: evil}))
 
 
+@pytest.mark.live
 def test_servers_that_are_not_there(tmp_path: Path) -> None:
     for uri in ("", "people.db", "ftp://x", "http://", "19530"):
         with pytest.raises(UsageError, match="no address of a Milvus server"):

@@ -174,6 +174,7 @@ def test_what_was_checked_for_another_move_is_checked_again(
     store.check()
 
 
+@pytest.mark.live
 def test_who_expires_beside_a_cut_over_is_not_looked_for_any_more(
     folder: tuple[Kit, Store, Faces], monkeypatch: pytest.MonkeyPatch
 ) -> None:

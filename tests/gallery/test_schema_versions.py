@@ -215,6 +215,7 @@ for count in range(99):
 """
 
 
+@pytest.mark.live
 def test_a_kill_leaves_one_version_or_the_other(former: Path, tmp_path: Path) -> None:
     (tmp_path / "copies").mkdir()
     command = [sys.executable, "-c", KILLS, str(former), str(tmp_path / "copies")]

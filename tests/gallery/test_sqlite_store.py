@@ -136,6 +136,7 @@ def test_snapshots_hold_nothing_that_was_deleted_before_and_the_check_counts_wha
     store.close()
 
 
+@pytest.mark.live
 def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tmp_path: Path) -> None:
     """The process ended between taking overwritten rows out and writing the file without their neighbours' traces."""
     store = open_people(tmp_path / "store")
@@ -164,6 +165,7 @@ def is_left(store: SqliteStore) -> bool:
         return unfinished.rewrite_since(db) is not None
 
 
+@pytest.mark.live
 def test_what_is_newer_than_a_segment_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 10)
     monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MAX_GROWING_BYTES", 20 * DIM * 4)
@@ -383,6 +385,7 @@ def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
 # --- latency ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

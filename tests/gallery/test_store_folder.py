@@ -95,6 +95,7 @@ def test_a_store_that_was_open_to_others_is_closed_to_them_when_it_is_opened(tmp
     store.close()
 
 
+@pytest.mark.live
 def test_commands_write_for_their_owner_alone(tmp_path: Path) -> None:
     filled(tmp_path / "store").close()
     export = f"gallery export {tmp_path}/store people --out {tmp_path}/people.emb"
@@ -106,6 +107,7 @@ def test_commands_write_for_their_owner_alone(tmp_path: Path) -> None:
 # --- whose store it is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.live
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no folders; there an open file cannot be removed")
 def test_removing_the_lock_file_lets_nobody_in(tmp_path: Path) -> None:
     store = filled(tmp_path / "store")
@@ -116,6 +118,7 @@ def test_removing_the_lock_file_lets_nobody_in(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "store").close()
 
 
+@pytest.mark.live
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no forks")
 def test_a_child_of_a_killed_owner_is_waited_for(tmp_path: Path) -> None:
     """Between its fork and its exec it has its parent's locks."""
@@ -131,6 +134,7 @@ def test_a_child_of_a_killed_owner_is_waited_for(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "store").close()
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store")
@@ -187,6 +191,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 # --- deletions and time ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.live
 def test_a_deletion_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
     store = filled(tmp_path / "store", compact_within=0.2)
     person = store.persons(GALLERY)[3]
@@ -208,6 +213,7 @@ def test_a_deletion_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.live
 def test_a_log_that_a_long_read_keeps_is_truncated_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, refused = filled(tmp_path / "store", compact_within=0.2), []
     truncate = store._database.truncate_log
@@ -245,6 +251,7 @@ def test_a_deletion_during_a_compaction_that_fails_is_not_forgotten(
     store.close()
 
 
+@pytest.mark.live
 def test_the_time_counts_from_the_deletion_and_not_from_the_restart(tmp_path: Path) -> None:
     store = filled(tmp_path / "store")
     person = store.persons(GALLERY)[3]
@@ -287,6 +294,7 @@ def test_snapshots_in_a_folder_of_their_own_are_looked_into(tmp_path: Path) -> N
     store.close()
 
 
+@pytest.mark.live
 def test_what_a_killed_service_left_of_a_snapshot_is_removed(tmp_path: Path) -> None:
     store = filled(tmp_path / "store")
     folder = tmp_path / "snapshots"

@@ -189,6 +189,7 @@ def test_putting_on_conditions(able: Store) -> None:
 # --- expiry ---
 
 
+@pytest.mark.live
 def test_who_expired_is_found_no_more_and_then_deleted(kit: Kit, able: Store) -> None:
     vectors = faces(3)
     new = [
@@ -284,6 +285,7 @@ def test_a_write_that_fails_stores_no_answer(able: Store) -> None:
         assert everyone(able, GALLERY) == [one]
 
 
+@pytest.mark.live
 def test_old_answers_are_forgotten(able: Store) -> None:
     for number in range(5):
         able.store_answer(request(f"k{number}"), number)

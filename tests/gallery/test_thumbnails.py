@@ -239,6 +239,7 @@ def test_a_sweep_removes_pictures_of_whom_another_service_let_expire(
     assert files(first) == [f"{ada.id}-{ada.faces[0]}.jpg"]
 
 
+@pytest.mark.live
 def test_a_service_sweeps_its_own_folder_of_a_shared_store_by_itself(servers: Servers, tmp_path: Path) -> None:
     kit = servers.kit("postgres")
     store = kit.fresh()

@@ -11,6 +11,8 @@ import pytest
 
 from gpu_trace import runtime
 
+pytestmark = pytest.mark.live
+
 MISSING = runtime.missing()
 ROOT = Path(__file__).parents[2]
 ROWS, DIM, QUERIES, CHUNK = 1000, 64, 8, 400

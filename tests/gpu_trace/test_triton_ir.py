@@ -63,6 +63,7 @@ def _cache(tmp_path_factory):
         yield
 
 
+@pytest.mark.live
 def test_each_element_of_an_operand_is_moved_once():
     found = launch(scale, {"source": "*fp32", "out": "*fp32"}, {"n": 1000}, {"BLOCK": BLOCK}, 8)
     assert {name: access.elements(1000) for name, access in found.items()} == {"source": 1000, "out": 1000}

@@ -126,6 +126,7 @@ def killed(folder: Path, kind: str, writes: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.live
 @pytest.mark.first_ring("bf16+int8")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)

@@ -135,6 +135,7 @@ def test_rows_in_flight_are_forwarded(tmp_path, rate, forwarding):
 EVENTS = ["step", "prefetch", "announce another", "evaluate", "skip", "norm", "two", "write", "clip", "save", "load"]
 
 
+@pytest.mark.live
 @settings(max_examples=25, deadline=None)
 @given(events=st.lists(st.sampled_from(EVENTS), max_size=12), rate=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 @example(events=["step", "prefetch", "write", "step", "prefetch", "write", "step"], rate=0.2)

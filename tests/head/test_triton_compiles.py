@@ -32,6 +32,8 @@ from plsc.head.backends import triton_stored_kernels, triton_update_kernels
 from plsc.head.backends.triton_stored import launch_options
 from plsc.head.backends.triton_tiles import Tile
 
+pytestmark = pytest.mark.live
+
 GPU = {gpu.name: gpu for gpu in GPUS}
 INSTRUCTION = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma"}
 RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", "gradient_pass")] + [

@@ -24,6 +24,8 @@ from plsc.evaluation.report import percent
 from plsc.models import Backbone, create, load_model, load_weights, save_model
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 SET = "avatars:6x3@1000"
 SECRET = "/home/somebody/private/people.rec"
 # In a process of its own, because huggingface_hub reads HF_ENDPOINT when it is imported.

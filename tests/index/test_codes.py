@@ -184,6 +184,7 @@ for precision in ("highest", "medium"):
 """
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 def test_bytes_are_multiplied_exactly_on_a_processor_without_vnni():
     """There, oneDNN's product of bytes saturates pairs of them in 16 bits."""

@@ -246,6 +246,7 @@ def test_without_the_hub_its_ids_are_answered_in_a_line(hub_id: str, monkeypatch
     assert hub_id in str(caught.value)
 
 
+@pytest.mark.live
 def test_a_hub_that_is_not_there_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ from support import wrong_library
 
 from plsc.native import build
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
+pytestmark = [pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler"), pytest.mark.live]
 
 
 @pytest.fixture(autouse=True)

@@ -223,6 +223,7 @@ def test_a_path_multiplies_by_its_own_units(path):
     assert head_kernels.products(torch.float32) == {"torch": None, "amx": "avx512", "neon-bf16": "neon"}.get(path, path)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @compiled
 def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, HOSTILE, KURT, choose_by_keyboard, open_tab_by_keyboard, tab_to
 from support.page_kit import PageService, chosen, cosine, draw, embedding
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, service: PageService) -> None:

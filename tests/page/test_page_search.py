@@ -19,7 +19,7 @@ from support.page_actions import (
 )
 from support.page_kit import chosen, cosine, png
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: str) -> None:

@@ -92,6 +92,7 @@ def test_a_dry_run_checks_the_request(capsys):
     assert "does not divide the number of ranks, 3" in capsys.readouterr().err
 
 
+@pytest.mark.live
 def test_an_address_of_another_machine_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

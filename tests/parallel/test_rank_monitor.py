@@ -7,6 +7,8 @@ import pytest
 
 from plsc.parallel.rank_monitor import RankMonitor
 
+pytestmark = pytest.mark.live
+
 SLOW = "import time\n\n\ndef compile_kernel(seconds):\n    time.sleep(seconds)\n"
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from plsc.errors import PlscError
 from plsc.parallel.rendezvous import store_of_attempt
 
+pytestmark = pytest.mark.live
+
 
 def attempt(store: dist.Store, delays: list[float]) -> list[dist.Store]:
     """Every rank's part of ``store``; rank r comes after ``delays[r]`` seconds."""

@@ -23,7 +23,7 @@ from plsc.quickstart.steps import run_quickstart
 from plsc.tools import quickstart
 from plsc.tools.entry import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 ROOT = Path(__file__).parents[2]
 

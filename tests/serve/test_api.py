@@ -20,6 +20,8 @@ from plsc.models.preprocessing import resize_image
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import check_direction
 
+pytestmark = pytest.mark.live
+
 THRESHOLD = 0.6
 SETTINGS = {"threshold": THRESHOLD, "metrics_port": 0}
 

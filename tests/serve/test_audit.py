@@ -47,6 +47,7 @@ def filled(path: Path, count: int = 8, **options: Any) -> str:
 # --- what gets a line ---
 
 
+@pytest.mark.live
 def test_each_event_gets_its_line_where_it_is_asked_for(tmp_path):
     callers = {"desk": {"role": "admin"}, "camera": {"role": "search", "collections": ["staff"]}}
     with live_service(tmp_path, callers=callers, audit_events=frozenset(EVENTS.values())) as live:
@@ -74,6 +75,7 @@ def test_each_event_gets_its_line_where_it_is_asked_for(tmp_path):
     assert main(["gallery", "audit", str(tmp_path / "audit.jsonl"), "--verify"]) == 0
 
 
+@pytest.mark.live
 def test_writes_alone_get_lines_by_default_and_admins_see_the_head(tmp_path):
     with live_service(tmp_path, metrics_port=0) as live:
         place = live.collection("staff")
@@ -99,6 +101,7 @@ def test_a_flood_of_refusals_gets_few_lines_that_count_the_others(tmp_path):
 # --- when it is on disk ---
 
 
+@pytest.mark.live
 def test_a_write_is_answered_when_its_line_is_synced(tmp_path, monkeypatch):
     synced: list[int] = []
     path = tmp_path / "audit.jsonl"
@@ -388,6 +391,7 @@ def test_a_log_without_a_chain_is_set_aside(tmp_path):
 # --- a full disk ---
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_write_is_answered_though_its_line_does_not_fit(tmp_path, capfd):

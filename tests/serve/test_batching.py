@@ -115,6 +115,7 @@ def test_callers_who_come_again_join_those_who_waited():
     assert run(scenario, max_wait=20)[2].batches == [("a", 1), ("a", 4)]
 
 
+@pytest.mark.live
 def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         async def read_slowly(payload: int) -> Any:
@@ -293,6 +294,7 @@ def test_searches_alike_are_one_call_of_the_store():
     assert shown == [[[1]], [[2]] * 3, [[3]], [[4]], [[5]], [[6]], [[7]], [[]], [[10]]]
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_path):
     with live_service(tmp_path, max_batch=16) as live:
@@ -330,6 +332,7 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
         assert sizes == [1, 8]
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tmp_path):
     with live_service(tmp_path) as live:

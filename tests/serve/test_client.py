@@ -16,6 +16,8 @@ from plsc.client import NewPerson, Picture, ServerError
 from plsc.data.alignment import TEMPLATE
 from plsc.errors import DataError, UsageError
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:

@@ -15,6 +15,8 @@ from plsc.client import NewPerson, ServerError
 from plsc.errors import UnsupportedError, UsageError
 from plsc.gallery.sqlite.store import SqliteStore
 
+pytestmark = pytest.mark.live
+
 LOST, BUSY, THROTTLED = "lost", "busy", "throttled"  # done and not answered; not done, 503; not done, 429
 
 

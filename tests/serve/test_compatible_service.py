@@ -24,6 +24,8 @@ from support.live_service import (
 from plsc.embedding.embedder import Embedder
 from plsc.serve.settings import Limits
 
+pytestmark = pytest.mark.live
+
 NEW = "newer-model"
 BOTH = f"{CONTRACT},{NEW}"
 PLACE = "/v1/collections/staff"

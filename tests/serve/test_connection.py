@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.live_service import Live, live_service, vectors
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:

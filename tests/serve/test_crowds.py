@@ -21,6 +21,8 @@ from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.settings import MIB, Limits
 from plsc.serve.tokens import remove_token
 
+pytestmark = pytest.mark.live
+
 CROWD = 300
 LIMITS = Limits(anonymous_connections=64, connections=8)
 HEAD = b"GET /v1/info HTTP/1.1\r\nHost: x\r\n"

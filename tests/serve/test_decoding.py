@@ -33,6 +33,8 @@ from plsc.serve.access import Owner
 from plsc.serve.decoding import DecodeProcess, Decoders, decode
 from plsc.serve.settings import Limits
 
+pytestmark = pytest.mark.live
+
 MEGAPIXELS = 12_000_000
 # On a loaded machine a request of large pictures takes longer than usual.
 SETTINGS = {"decode_processes": 1, "limits": Limits(deadline_seconds=110)}

@@ -18,6 +18,8 @@ from support.waiting import free_port, wait_until
 from plsc.files import sha256
 from plsc.serve.tokens import add_token
 
+pytestmark = pytest.mark.live
+
 SWAGGER_UI = {
     "LICENSE": "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30",
     "NOTICE": "0d20d1adef18aee3f40dd258172155521ce702ac445cb5f7b7d60ed32dad2fb2",

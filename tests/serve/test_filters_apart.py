@@ -17,6 +17,8 @@ from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.sqlite import store as sqlite_store
 from plsc.gallery.values import NewPerson
 
+pytestmark = pytest.mark.live
+
 PERSONS = 20_000
 CONDITIONS = {f"k{number}": {"gte": 0} for number in range(10)}
 PLACE = "/v1/collections/staff"

@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.live_service import DIM, SIZE, Live, linear_embedder
 
+pytestmark = pytest.mark.live
+
 MODEL = "/v2/models/linear"
 LENGTH = "Inference-Header-Content-Length"
 

@@ -10,6 +10,8 @@ from support.live_service import Live, image_input, live_service, picture, vecto
 import plsc
 from plsc.client import NewPerson, Picture, ServerError
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:

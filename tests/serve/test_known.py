@@ -10,6 +10,8 @@ import httpx
 import pytest
 from support.live_service import Live, image_input, live_service, picture, vectors
 
+pytestmark = pytest.mark.live
+
 KEANU, OTHER, STRANGER = (row.tolist() for row in vectors(3))
 
 

@@ -19,6 +19,8 @@ from support.waiting import held_up, wait_until
 from plsc.serve import observability
 from plsc.serve.settings import MIB, Limits
 
+pytestmark = pytest.mark.live
+
 LIMITS = Limits(
     body_bytes=8 * MIB,
     memory_bytes=12 * MIB,

@@ -43,6 +43,8 @@ from plsc.serve.observability import Metrics
 from plsc.serve.server import Load, Server
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 PERSONS = 30
 UNJUDGED = {"max_loss": 1, "threshold": 0.6}
 

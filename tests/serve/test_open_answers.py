@@ -11,6 +11,8 @@ from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.limits import STRANGERS, Turns
 from plsc.serve.settings import Limits
 
+pytestmark = pytest.mark.live
+
 HEALTH = ("/health/live", "/health/ready", "/v2", "/v2/health/live", "/v2/health/ready")
 PATHS = ("/", "/page/page.js", "/docs", "/docs/swagger-ui.css", "/openapi.json")
 

@@ -22,6 +22,8 @@ from support.live_service import Live, bearer, live_service, next_linear_embedde
 from plsc.errors import UsageError
 from plsc.serve.settings import PEOPLE, Items, Limits
 
+pytestmark = pytest.mark.live
+
 CHECKS = (
     not_a_server_error,
     status_code_conformance,

@@ -12,6 +12,8 @@ from support.live_service import DIM, Live, image_input, live_service, picture, 
 
 from plsc.errors import StorageError
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:

@@ -22,6 +22,7 @@ def grey(value: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.live
 def test_poor_pictures_are_refused_wherever_faces_are_enrolled(live: Live) -> None:
     place = live.collection("gates")
     sharp, flat = image_input(picture(0)), image_input(grey(90))
@@ -67,6 +68,7 @@ def test_what_is_no_gate_is_refused(text: str, capsys: pytest.CaptureFixture[str
     assert f"--quality-gate {text}: " in error
 
 
+@pytest.mark.live
 def test_a_measure_that_is_no_number_is_refused(live: Live) -> None:
     class Broken(QualityGate):
         def quality(self, pixels: torch.Tensor, embedding: object) -> float:

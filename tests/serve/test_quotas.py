@@ -3,10 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 from support.live_service import DIM, live_service
 
 from plsc.serve.changes import store_bytes
 from plsc.serve.settings import Limits
+
+pytestmark = pytest.mark.live
 
 FACE = {"vector": [1.0] * DIM}
 

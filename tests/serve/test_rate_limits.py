@@ -11,6 +11,8 @@ from plsc.errors import UsageError
 from plsc.serve.errors import ApiError
 from plsc.serve.limits import RateLimiter, charge, parse_rate_limits, rate_headers
 
+pytestmark = pytest.mark.live
+
 
 def test_forms_of_limits():
     for text, count, seconds in (("searches=50", 50, 1), ("searches=50/s", 50, 1), ("writes=600/m", 600, 60)):

@@ -17,6 +17,8 @@ from support.live_service import (
 from plsc.embedding.embedder import Embedder
 from plsc.tools.serve import _warn_of_models
 
+pytestmark = pytest.mark.live
+
 
 class Stranger(Linear):
     contract_id = "stranger"

@@ -12,6 +12,8 @@ from support.live_service import CONTRACT, Live, image_input, live_service, pict
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:

@@ -15,6 +15,8 @@ from support.waiting import held_up, wait_until
 from plsc.errors import UnsupportedError
 from plsc.gallery.sqlite.store import SqliteStore
 
+pytestmark = pytest.mark.live
+
 ODD_IDS = ["7", "a/b", "../x", "%2F?#&", "O'Hara", "李小龙 🙂", "x" * 128, " ", "faces/3", "1/faces/1/thumbnail"]
 
 

@@ -9,6 +9,8 @@ from support.live_service import Live, image_input, linear_embedder, live_servic
 
 from plsc.serve.tokens import change_token, read_tokens
 
+pytestmark = pytest.mark.live
+
 STEP = 0.01
 PERSONS = 12
 CAMERA = {"role": "search", "collections": ["staff"]}

@@ -22,6 +22,8 @@ from plsc.serve.errors import ApiError
 from plsc.serve.limits import Shared
 from plsc.serve.settings import MIB, Limits
 
+pytestmark = pytest.mark.live
+
 LIMITS = Limits(body_bytes=2 * MIB, memory_bytes=12 * MIB, connections=32, requests=16, token_share=0.25)
 
 

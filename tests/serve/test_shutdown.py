@@ -24,6 +24,8 @@ from plsc.evaluation.calibration import Calibration, OperatingPoint, write_calib
 from plsc.models import create, save_model
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

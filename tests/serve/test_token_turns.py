@@ -22,6 +22,8 @@ from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.limits import Turns
 from plsc.serve.settings import Limits
 
+pytestmark = pytest.mark.live
+
 PLACE = "/v1/collections/staff"
 
 

@@ -240,6 +240,7 @@ def test_a_file_open_to_others_is_warned_of(tmp_path, clock, capsys):
     assert f"(mode 0640); close it: chmod 600 {path}" in capsys.readouterr().err
 
 
+@pytest.mark.live
 def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens_module, "_REREAD_SECONDS", 0.0)
     monkeypatch.setattr(tokens_module, "_GRACE_SECONDS", 0.0)
@@ -300,6 +301,7 @@ def filled(path: str) -> str:
     return path.format(collection="c", person=1, face=1, snapshot="s", model="m", version="1", external_id="E-1")
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_each_operation_needs_its_role_right_and_collection(live, secrets):
     described = operations(live)
@@ -325,6 +327,7 @@ def test_each_operation_needs_its_role_right_and_collection(live, secrets):
                 assert (status == 403) == refused, (name, role, seen, status)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
 def test_each_right_opens_what_it_is_for(live, secrets, role):
@@ -335,6 +338,7 @@ def test_each_right_opens_what_it_is_for(live, secrets, role):
                 assert (status == 403) == (right != NEEDED_RIGHTS[name] and role != "admin"), (name, right)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("tail", ["%0A", "%0a", "%0D%0A", "%00", "%7F"])
 def test_control_characters_in_a_path_give_no_other_role(live, secrets, tail):
     """Routes match before a newline at the end, where what the role was told by did not."""
@@ -350,6 +354,7 @@ def test_control_characters_in_a_path_give_no_other_role(live, secrets, tail):
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request"), (method, path)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("header", ["", "Bearer", "Basic YTpi", "bearer  x", "Bearer \xff"])
 def test_other_authorizations_are_none(live, header):
     answer = live.ask("GET", "/v1/info", headers={"Authorization": header.encode("latin-1")})
@@ -357,6 +362,7 @@ def test_other_authorizations_are_none(live, header):
     assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
+@pytest.mark.live
 def test_a_trailer_replaces_no_header(live, secrets):
     body = b'{"name": "by-trailer"}'
     head = (
@@ -369,6 +375,7 @@ def test_a_trailer_replaces_no_header(live, secrets):
             assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("name", ["Authorization", "Host", "Origin", "Sec-Fetch-Site"])
 def test_a_header_that_decides_is_sent_once(live, secrets, name):
     given = [("Host", "x"), ("Authorization", f"Bearer {secrets['read']}")]
@@ -381,6 +388,7 @@ def test_a_header_that_decides_is_sent_once(live, secrets, name):
     assert name.lower().encode() in answer
 
 
+@pytest.mark.live
 def test_the_page_and_health_are_open_and_the_role_is_told(live, secrets):
     assert live.ask("GET", "/health/ready").status_code == 200
     assert live.ask("GET", "/").status_code == 200
@@ -392,6 +400,7 @@ def test_the_page_and_health_are_open_and_the_role_is_told(live, secrets):
     assert live.ask("GET", "/v1/info", headers={**bearer(secrets["read"]), "Host": "faces.example"}).status_code == 200
 
 
+@pytest.mark.live
 def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
     with live_service(tmp_path) as live:
         port = live.server.address.rpartition(":")[2]
@@ -433,6 +442,7 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
             assert refused.status_code == 403
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("host", [b"", b"Host: localhost:9000\r\n"])
 def test_health_checks_may_speak_http_1_0(tmp_path, host):
     with live_service(tmp_path) as live:
@@ -447,6 +457,7 @@ def test_health_checks_may_speak_http_1_0(tmp_path, host):
             assert b" 403 " in connection.recv(4096)
 
 
+@pytest.mark.live
 def test_a_wrong_token_is_told_in_words(live):
     for secret, said in (({}, "a token is needed: "), (bearer("plsc_wrong"), "The service does not know this token")):
         refused = live.ask("GET", "/v1/info", headers=secret)
@@ -461,6 +472,7 @@ def test_other_machines_need_tokens():
         Server(Settings(port=0, tokens=Path("nowhere.toml")))
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_taken_port_is_told(tmp_path):
     with live_service(tmp_path) as live:
@@ -472,6 +484,7 @@ def test_a_taken_port_is_told(tmp_path):
         assert httpx.get(live.server.address + "/health/live").status_code == 200
 
 
+@pytest.mark.live
 def test_nothing_unknown_is_open(live, secrets):
     read = ("/v1", "/v3", "/page/a/b", "/docs/a/b", "/redoc", "/health", "/health/live/x", "/metrics")
     for method, path in (*(("GET", path) for path in read), ("POST", "/"), ("PUT", "/health/live")):

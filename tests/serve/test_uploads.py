@@ -13,6 +13,8 @@ from support.pictures import smooth, stored
 from plsc.serve import decoding
 from plsc.serve.settings import MIB, Limits
 
+pytestmark = pytest.mark.live
+
 FILES = [picture(seed, kind="JPEG") for seed in range(3)]
 LANDMARKS = [[4.0, 5.0], [11.0, 5.0], [8.0, 8.0], [5.0, 11.0], [11.0, 11.0]]
 BOUNDARY = "----x"

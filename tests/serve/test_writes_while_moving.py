@@ -25,6 +25,8 @@ from support.waiting import wait_until
 from plsc.gallery.migration import filling, moving
 from plsc.serve.settings import Limits
 
+pytestmark = pytest.mark.live
+
 MOVE, STAFF = "/v1/migrations/staff", "/v1/collections/staff"
 PERSONS = f"{STAFF}/persons"
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from support.hermetic import harness
+
 
 class Interpreter:
     """``interpreter(function, *args)``: the result of a module's function, called where TRITON_INTERPRET=1.
@@ -18,6 +20,7 @@ class Interpreter:
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_prepare)
 
+    @harness()
     def __call__(self, function: Any, *args: Any, **options: Any) -> Any:
         """Call and wait; exceptions come through."""
         return self._pool.submit(function, *args, **options).result()

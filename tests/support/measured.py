@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plsc.sizes import status_bytes
+from support.hermetic import harness
 
 LIBRARIES = (
     "faiss", "numpy", "onnx", "onnx.numpy_helper", "onnxruntime", "PIL.Image", "safetensors.torch", "timm", "torch",
@@ -54,9 +55,13 @@ class Commands:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        with harness():
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
 
     def __call__(self, *arguments: str | Path) -> Outcome:
         """Run ``plsc ARGUMENTS``."""

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from support.hermetic import harness
+
 MAX_WORLD = 4
 HANG_SECONDS = 240.0  # for one test body or command; the slowest takes 30 on two idle cores
 GRACE_SECONDS = 10.0  # for the other ranks once one has failed: they may be waiting for it in a collective
@@ -40,6 +42,7 @@ class RankPool:
         self._hang_seconds = hang_seconds
         self._workers: list[_Worker] = []
 
+    @harness()
     def __call__(self, world: int, function: Any, *args: Any, head_ranks: int = 0, **options: Any) -> list[Any]:
         """Run ``function(mesh, *args, **options)`` on ``world`` ranks; their results in order, or a RankError.
 

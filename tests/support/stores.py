@@ -28,6 +28,7 @@ from plsc.gallery.store import Store
 from plsc.gallery.transfer import copy_into
 from plsc.gallery.values import NewPerson, Person
 from support.gallery_model import Model, Row
+from support.hermetic import harness
 from support.waiting import free_port
 
 Opened = TypeVar("Opened", bound=Store)
@@ -234,6 +235,7 @@ class Servers:
             return Kit(kind, self._sqlite, lambda spec: open_store(spec, precision=("bf16", "fp32")[int(spec[-1]) % 2]))
         return Kit(kind, lambda: f"{kind}:{self.address(kind)}", open_store)
 
+    @harness()
     def address(self, kind: str) -> str:
         """The address of a new, empty store of ``kind``; skips the test, saying why, if none can be had."""
         return {"sqlite": self._sqlite, "postgres": self._postgres, "milvus": self._milvus}[kind]()

@@ -44,6 +44,7 @@ def rows_of(path: Path, out: Path) -> dict[str, torch.Tensor]:
     return {name: row for row, (name,) in zip(rows, names, strict=True)}
 
 
+@pytest.mark.live
 @pytest.mark.first_ring("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])

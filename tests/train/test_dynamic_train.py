@@ -44,6 +44,7 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.live
 def test_a_run_killed_at_three_ranks_goes_on_at_two(whole: Path, tmp_path: Path, ranks: Ranks) -> None:
     killed = Killable(3, tmp_path, {**DYNAMIC, "data.batch_size": 4})
     killed.wait_for_step(6)

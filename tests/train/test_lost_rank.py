@@ -18,6 +18,8 @@ from torch.distributed import TCPStore
 from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
 
+pytestmark = pytest.mark.live
+
 # A rank's program: plsc train with short waits. With "stuck" its main thread stands still in a step, as one does that
 # waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever; with "saving" it stops in a
 # checkpoint; with "hasty" the ranks do not wait for the one that reports, whose process is at its own end then.

@@ -33,6 +33,7 @@ def test_the_unkilled_learn(world: int, unkilled: Unkilled) -> None:
     assert sum(found[step] for step in range(16, 21)) < 0.8 * sum(found[step] for step in range(1, 6))
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "victims"), [pytest.param(1, [0], marks=pytest.mark.exhaustive), (2, [0]), (2, [1]), (2, [0, 1])]
@@ -52,6 +53,7 @@ def test_killed_at_a_random_step(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.live
 @pytest.mark.first_ring("checkpoint.atomic_replace_dir:before")
 @pytest.mark.slow
 @pytest.mark.parametrize(

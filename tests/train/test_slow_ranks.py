@@ -63,6 +63,7 @@ def reading_slowly(mesh: Any, out: Path) -> None:
         run(mesh, out, {"data.batch_size": 4, "epochs": None, "steps": 8, "checkpoint.every_steps": 0})
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_run_names_the_rank_that_the_others_wait_for(tmp_path: Path, ranks: Any) -> None:
     ranks(3, reading_slowly, tmp_path)

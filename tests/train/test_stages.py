@@ -72,6 +72,7 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.live
 @pytest.mark.first_ring("2-7-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "step", "other"), [(2, 7, 1), (1, 15, 3)])

@@ -53,6 +53,7 @@ def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.live
 def test_a_run_killed_at_three_ranks_goes_on_at_two(whole: Path, tmp_path: Path, ranks: Ranks) -> None:
     changes = {**SHORT, "table": tables(whole), "stage": [{"from_step": 9, "head": {"m": 0.2}}]}
     killed = Killable(3, tmp_path, {**changes, "data.batch_size": 4})
