@@ -176,3 +176,11 @@ def test_a_step_a_search_and_an_enrolment_enter_no_more_files_than_the_documenta
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "| a search by picture |" in done.stdout
+
+
+def test_rare_features_are_named_in_few_files_but_their_own():
+    import feature_spread
+
+    found = {name: feature_spread.named_in(name) for name in feature_spread.STAGE_1}
+    assert {name: files for name, files in found.items() if len(files) > 3} == {}
+    assert all(files for files in found.values()), "the words of a feature name nothing: its registry is one file"

@@ -62,7 +62,7 @@ class DynamicHead(ShardedHead):
             Moves 8 bytes more per sample.
         **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
             (``averaging_period``) are averaged before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
-            ``frozen_rows`` is "all", FILE.txt of names (:meth:`use_names`), one a line, or keys: their classes keep
+            Classes that options keep as they are may be FILE.txt of names (:meth:`use_names`) or keys: they keep
             what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
             and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
 
