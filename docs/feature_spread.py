@@ -2,9 +2,9 @@
 
     python docs/feature_spread.py [--files]
 
-A file names a feature by its section or keys, its classes and functions, its modules, or its options in Python. Words of
-the docstrings count as well as code. A feature that has a folder of ``plsc/features`` is named by two registries, which
-are counted: of sections (``plsc/feature_config.py``), and of the head's options (``plsc/head/options.py``).
+A file names a feature by its section or keys, its classes, functions or modules, or its options in Python. Words of
+docstrings count as well as code. Folders of ``plsc/features`` are found, and named nowhere; the registry of the
+head's options (``plsc/head/options.py``) is counted.
 """
 
 import argparse

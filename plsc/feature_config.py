@@ -7,7 +7,9 @@ The core reads keys, asks whether a feature is on, and calls it; it names none. 
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from plsc.extensions import Registry, is_subclass
 
@@ -101,27 +103,26 @@ class FeatureConfig:
 
 _Section = TypeVar("_Section", bound=FeatureConfig)
 
-# Each by its section's name, with the section's class, imported when the keys are read.
+
+def _folders() -> dict[str, str | type[FeatureConfig]]:
+    """The folders of :mod:`plsc.features`, each by its name, which is its section's."""
+    found = sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent / "features")]))
+    return {name: f"plsc.features.{name}.config" for name in found}
+
+
+# Each by its section's name, with the module or the class of the section, imported when the keys are read.
 FEATURES: Registry[str | type[FeatureConfig]] = Registry(
-    "plsc.features",
-    {
-        "averaging": "averaging.config:AveragingConfig",
-        "asynchronous": "asynchronous.config:AsynchronousConfig",
-        "frozen": "frozen.config:FrozenConfig",
-        "compatible": "compatible.config:CompatibleConfig",
-        "fp8": "fp8.config:Float8Config",
-    },
-    is_subclass(FeatureConfig),
-    "a subclass of plsc.config.FeatureConfig",
+    "plsc.features", _folders(), is_subclass(FeatureConfig), "a subclass of plsc.config.FeatureConfig"
 )
 
 
 def section_class(name: str) -> type[FeatureConfig]:
-    """The class of a feature's section; KeyError where nothing has that name."""
+    """The class of a feature's section, the one that its module ``config`` defines; KeyError where there is none."""
     found = FEATURES[name]
-    return cast(
-        type[FeatureConfig], pkgutil.resolve_name(f"plsc.features.{found}") if isinstance(found, str) else found
-    )
+    if isinstance(found, str):
+        defined = [each for each in vars(import_module(found)).values() if is_subclass(FeatureConfig)(each)]
+        FEATURES[name] = found = next(each for each in defined if each.__module__ == found)
+    return found
 
 
 def section_name(kind: type[FeatureConfig]) -> str:
