@@ -129,6 +129,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+def has_feature(name: str) -> bool:
+    """Whether the rare feature is there."""
+    return (Path(__file__).parents[1] / "plsc/features" / name).is_dir()
+
+
 @contextlib.contextmanager
 def watched(item: pytest.Item) -> Iterator[None]:
     """The first ring's tests keep to their process, but for those that say ``live``; GPUs' compilers are processes."""
@@ -145,7 +150,12 @@ def watched(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the second ring. Tests marked gpu say why they do not run where there is none."""
+    """Mark the second ring. Tests marked gpu say why they do not run where there is none.
+
+    A rare feature's folder can be taken away, and the tests that are of it go with it.
+    """
+    gone = [item for item in items if any(not has_feature(mark.args[0]) for mark in item.iter_markers("feature"))]
+    items[:] = [item for item in items if item not in gone]
     for item in items:
         mark_second_ring(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

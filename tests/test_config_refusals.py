@@ -1,11 +1,13 @@
 """What does not go together in a configuration: each is refused before a process starts, in one line that says why."""
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
 
 from plsc import config
+from plsc.config import Config
 from plsc.errors import UsageError
 
 FSDP, TP = {"parallel.strategy": "fsdp"}, {"backbone": "vit_tiny", "parallel.tp": 2}
@@ -117,7 +119,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def of_features(changes: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """The marks of the rare features whose sections are given."""
+    core = {field.name for field in dataclasses.fields(Config)}
+    sections = {key.partition(".")[0] for key in changes} - core
+    return [pytest.mark.feature(name) for name in sorted(sections)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [pytest.param(changes, message, id=str(changes), marks=of_features(changes)) for changes, message in REFUSED],
+)
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as refusal:
         config.load(None, {"backbone": "iresnet18", **changes})

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from plsc import config
 from plsc.config import KEYS, TABLES, Config
 from plsc.errors import UsageError
-from plsc.features.frozen.config import FrozenConfig
 from plsc.strict_toml import Table
+
+pytestmark = pytest.mark.feature("frozen")
 
 WHOLE = """
 epochs = 10
@@ -64,7 +65,7 @@ def test_each_stage_keeps_what_it_does_not_give(tmp_path: Path) -> None:
     loaded = load(tmp_path, WHOLE + "[[stage]]\nfrom_epoch = 7\noptim.power = 2.0\n")
     before, *stages = config.stage_configs(loaded)
     assert before == loaded
-    assert [stage.section(FrozenConfig).weights for stage in stages] == [()] * 4
+    assert [stage.frozen.weights for stage in stages] == [()] * 4
     assert [stage.head.m for stage in stages] == [0.3] * 4
     assert [stage.head.sample_rate for stage in stages] == [1.0, 1.0, 0.1, 0.1]
     assert [stage.data.augment for stage in stages] == ["flip", "standard", "standard", "standard"]

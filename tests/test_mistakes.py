@@ -108,7 +108,7 @@ MISTAKES = [
     (
         f"train {SMALL} --nproc 3 --averaging.name local_sgd --averaging.group_ranks 2",
         2,
-        "averaging_group_ranks = 2 does not divide the number of ranks, 3",
+        "averaging.group_ranks = 2 does not divide the number of ranks, 3",
     ),
     (f"train {SMALL} --parallel.tp 2", 2, "and backbone = 'resnet7' has none that it knows: set tp = 1, or take vit_*"),
     ("serve --model broken.onnx --store s --host 0.0.0.0", 2, "make some with plsc tokens add NAME --role search"),

@@ -109,9 +109,12 @@ def test_moments_in_8_bits_are_those_that_the_optimizer_keeps(strategy):
         assert states == sum(kept)
 
 
+@pytest.mark.feature("frozen")
 def test_what_is_frozen_for_good_has_no_gradient_and_no_state():
+    from plsc.features.frozen.config import FrozenConfig
+
     asked = run(1)
-    frozen = replace(asked, config=replace(asked.config, frozen=("layer[1-3].*", "conv1.*")))
+    frozen = replace(asked, config=asked.config.with_section(FrozenConfig(("layer[1-3].*", "conv1.*"))))
     kept = estimate(frozen, CARD).memory.kept
     begun = ("layer1.", "layer2.", "layer3.", "conv1.")
     left = [w for name, w in module().named_parameters() if w.requires_grad and not name.startswith(begun)]

@@ -163,7 +163,7 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
         (3, {"placement": "mmap"}, None),
         (3, {"placement": "mmap", "journal": True}, None),
         (4, {"chunk_classes": 5}, 2),
-        (3, {"frozen_rows": FROZEN}, None),
+        pytest.param(3, {"frozen_rows": FROZEN}, None, marks=pytest.mark.feature("frozen")),
     ],
     ids=["one", "host", "mapped", "journaled", "groups", "frozen"],
 )
@@ -539,7 +539,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, case, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"frozen_rows": "0:4"},
+        pytest.param({"frozen_rows": "0:4"}, marks=pytest.mark.feature("frozen")),
         {"update": "autograd"},
         {"first_rows": "zeros"},
     ],

@@ -69,6 +69,7 @@ def test_dgc_resumes_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path, 
             assert losses(out) == pytest.approx(whole, rel=0.2)
 
 
+@pytest.mark.feature("averaging")
 def test_what_a_checkpoint_holds_and_nothing_takes_is_named(tmp_path: Path, ranks: Ranks) -> None:
     first = {**CHANGES, "parallel.comm_hook": "dgc", "ema_decay": 0.9}
     ranks(2, run, tmp_path / "dgc", {**first, "steps": 3})

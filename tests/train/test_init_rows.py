@@ -99,6 +99,7 @@ def test_rows_of_other_people_are_refused_by_name(ranks, tmp_path, form):
     assert "other classes" not in ranks(1, refusal, tmp_path / "run", changes)[0]
 
 
+@pytest.mark.feature("frozen")
 def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks, tmp_path):
     centres = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
     np.save(tmp_path / "centres.npy", centres)

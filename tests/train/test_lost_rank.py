@@ -170,6 +170,7 @@ def test_ranks_that_are_asked_to_stop_end_with_the_code_of_the_signal(tmp_path: 
     assert re.match(r"plsc train: error: stopped by a signal after step \d+; its checkpoint is written", line)
 
 
+@pytest.mark.feature("asynchronous")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "half"])

@@ -91,6 +91,7 @@ def test_pictures_of_an_embedding_set_are_averaged_by_name(tmp_path: Path) -> No
         assert torch.allclose(found[f"avatar-{label}"][0].double(), expected, rtol=1e-5)
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.live
 def test_a_killed_run_keeps_frozen_names_at_the_rows_of_another_run(source: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("avatar-1\navatar-4\nnobody\n")

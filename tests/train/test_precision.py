@@ -60,6 +60,7 @@ def test_cpus(monkeypatch: pytest.MonkeyPatch, flags: set[str], limit: str, best
     assert auto_precision(Path("m.safetensors"), Mesh(0, 1, 0, CPU)) == "fp32"  # embeddings agree on all CPUs
 
 
+@pytest.mark.feature("fp8")
 def test_what_goes_with_the_other_keys_is_taken() -> None:
     turing, ampere = Units(("fp16",), "sm_75 has no bf16 units"), Units(("bf16", "fp16"), "sm_80")
     powersgd = config.load(None, {"parallel.comm_hook": "powersgd"})

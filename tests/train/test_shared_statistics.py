@@ -61,6 +61,7 @@ def trained(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[list[dict[st
     return followed, {name: value.clone() for name, value in average.values.items()}, found
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.first_ring("ddp")
 @pytest.mark.parametrize("case", CASES)
 def test_the_moving_average_is_one_model_on_all_ranks(case: str, tmp_path: Path, ranks: Ranks) -> None:

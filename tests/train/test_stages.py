@@ -19,6 +19,7 @@ def rates(out: Path, key: str = "lr") -> dict[int, float]:
     return {line["step"]: line[key] for line in read_metrics(out) if key in line}
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.live
 @pytest.mark.first_ring("2-7-1")
 @pytest.mark.slow
@@ -109,6 +111,7 @@ def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> No
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.first_ring("sgd-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -144,6 +147,7 @@ def test_frozen_weights_statistics_and_states_stay_bit_for_bit(
         assert not torch.equal(after[key], last[key]), key
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["frozen", "groups"])
@@ -163,6 +167,7 @@ def test_what_is_frozen_for_good_has_no_state_and_never_moves(by: str, tmp_path:
     assert len({key.split(".")[0] for key in states}) == 6  # of the ten weights, four are frozen
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -224,6 +229,7 @@ def test_rates_of_stages(tmp_path: Path, ranks: Ranks) -> None:
     ]
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.slow
 def test_stages_that_only_the_data_shows_to_be_wrong(tmp_path: Path, ranks: Ranks) -> None:
     m = {"head": {"m": 0.2}}
@@ -248,6 +254,7 @@ def test_stages_that_only_the_data_shows_to_be_wrong(tmp_path: Path, ranks: Rank
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Ranks) -> None:
@@ -264,6 +271,7 @@ def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Rank
     assert {key for key in first if torch.equal(first[key], last[key])} == {"layers.0.weight", "layers.8.bias"}
 
 
+@pytest.mark.feature("frozen")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

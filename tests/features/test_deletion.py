@@ -1,0 +1,55 @@
+"""A rare feature lives in one room: its folder is taken away, and the core's tests pass without it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FEATURES = ["asynchronous", "averaging", "compatible", "fp8", "frozen"]
+CONFIGURATION = ["tests/test_config.py", "tests/test_config_refusals.py"]
+CORE = ["tests/head", "tests/optim", "tests/parallel", "tests/train", *CONFIGURATION]
+
+
+def copy_without(folder: Path, features: list[str]) -> None:
+    """Copy what the core and its tests need into ``folder``, without the folders of ``features``."""
+    for name in ("plsc", "models", "data", "tools", "configs", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for feature in features:
+        shutil.rmtree(folder / "plsc/features" / feature)
+        shutil.rmtree(folder / "tests/features" / feature)
+
+
+def run(folder: Path, *words: str) -> str:
+    """The end of what Python prints in the copy; AssertionError where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    found = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, (found.stdout + found.stderr)[-4000:]
+    return found.stdout[-4000:]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: Path) -> None:
+    copy_without(tmp_path, [feature])
+    code = "from plsc.config import KEYS; print({key.partition('.')[0] for key in KEYS})"
+    sections = run(tmp_path, "-c", code)
+    assert f"'{feature}'" not in sections
+    assert all(f"'{other}'" in sections for other in FEATURES if other != feature)
+    collected = run(tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *CORE)
+    assert re.search(r"[1-9][0-9]{2,} tests collected", collected)
+
+
+@pytest.mark.live
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_cores_first_ring_passes_without_any_of_them(tmp_path: Path) -> None:
+    copy_without(tmp_path, FEATURES)
+    said = run(tmp_path, "-m", "pytest", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *CORE)
+    assert re.search(r"[1-9][0-9]{2,} passed", said)
