@@ -57,8 +57,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "geo": {
         "averaging.name": "local_sgd",
         "averaging.period": 4,
-        "parallel.head_averaging_period": 4,
-        "head.staleness": 2,
+        "replicas.averaging_period": 4,
+        "replicas.staleness": 2,
     },
     "half 4, staleness 8": {
         "asynchronous.mode": "half",

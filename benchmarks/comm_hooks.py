@@ -50,8 +50,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "geo": {
         "head_ranks": 1,
         "head.placement": "host",
-        "head.staleness": 2,
-        "parallel.head_averaging_period": 8,
+        "replicas.staleness": 2,
+        "replicas.averaging_period": 8,
     },
 }
 

@@ -45,8 +45,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"[Jj]ournal(?!_mode)|savepoint",
     ),
     "replicas": (
-        ("plsc/features/replicas", "plsc/head/replicas.py"),
-        r"averaging_period|[Rr]eplica_?(Options|Exchange|Averaging)|head\.staleness|average_replicas|features.replicas",
+        ("plsc/features/replicas",),
+        r"averaging_period|Replica(Options|Averaging)|replicas\.staleness|average_bytes|features.replicas",
     ),
     "negative_filter": (
         ("plsc/features/negative_filter", "plsc/head/negative_filter.py"),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from plsc.errors import PlscError as PlscError
     from plsc.head import DynamicHead as DynamicHead
     from plsc.head import LabelOptions as LabelOptions
-    from plsc.head import ReplicaOptions as ReplicaOptions
     from plsc.head import ShardedHead as ShardedHead
     from plsc.head import ShardedHeads as ShardedHeads
     from plsc.head import TableOptions as TableOptions
@@ -40,7 +39,7 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
-    "plsc.head": ("DynamicHead", "LabelOptions", "ReplicaOptions", "ShardedHead", "ShardedHeads", "TableOptions"),
+    "plsc.head": ("DynamicHead", "LabelOptions", "ShardedHead", "ShardedHeads", "TableOptions"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

@@ -102,8 +102,8 @@ def groups_of(entry: Key) -> dict[str, str]:
         return {"head.max_classes": "9"}
     if entry.name == "asynchronous.mode":
         return {"head_ranks": "1", "head.placement": "host"}
-    needs_groups = entry.name in ("head.staleness", "parallel.head_averaging_period")
-    groups = {"head_ranks": "1", "head.placement": "host", "parallel.head_averaging_period": "9"}
+    needs_groups = entry.name in ("replicas.staleness", "replicas.averaging_period")
+    groups = {"head_ranks": "1", "head.placement": "host", "replicas.averaging_period": "9"}
     return groups if needs_groups else {}
 
 

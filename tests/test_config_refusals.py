@@ -15,7 +15,7 @@ PP = {"backbone": "vit_tiny", "parallel.pp": 2}
 DGC, LOCAL = {"parallel.comm_hook": "dgc"}, {"averaging.name": "local_sgd"}
 GROUPS = {"averaging.name": "hierarchical", "averaging.group_ranks": 2}
 CLIPPED = {"optim.clip_norm": 1.0, "optim.clip_head": True}
-TABLES = {"head_ranks": 1, "head.placement": "host", "parallel.head_averaging_period": 3}
+TABLES = {"head_ranks": 1, "head.placement": "host", "replicas.averaging_period": 3}
 ASYNC = {"head_ranks": 1, "head.placement": "host", "asynchronous.mode": "full"}
 EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
 FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
@@ -78,10 +78,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GROUPS, "averaging.group_period": 3}, "no multiple of averaging.group_period = 3"),
     # averages of tables
     ({**TABLES, "head_ranks": 0}, "give head_ranks"),
-    ({**TABLES, "head.staleness": 4}, "head.staleness is from 0 to parallel.head_averaging_period"),
-    ({**TABLES, "head.staleness": 1, "head.placement": "device"}, 'give head.placement="host"'),
+    ({**TABLES, "replicas.staleness": 4}, "replicas.staleness is from 0 to replicas.averaging_period"),
+    ({**TABLES, "replicas.staleness": 1, "head.placement": "device"}, 'give head.placement="host"'),
     ({**TABLES, **CLIPPED}, "optim.clip_head"),
-    ({**TABLES, "parallel.head_averaging_period": 0}, "head_averaging_period"),
+    ({**TABLES, "replicas.averaging_period": 0}, "replicas.averaging_period = 0 is out of range"),
     # steps without collectives
     ({**ASYNC, "asynchronous.mode": "geo"}, "asynchronous"),
     ({**ASYNC, "head_ranks": 0}, "give head_ranks = 1"),
@@ -90,7 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ASYNC, **FSDP}, 'does not go with parallel.strategy = "fsdp"'),
     ({**ASYNC, "parallel.comm_hook": "bf16"}, 'does not go with parallel.comm_hook = "bf16"'),
     ({**ASYNC, **LOCAL}, 'does not go with averaging.name = "local_sgd"'),
-    ({**ASYNC, "parallel.head_averaging_period": 2}, "does not go with parallel.head_averaging_period = 2"),
+    ({**ASYNC, "replicas.averaging_period": 2}, "does not go with replicas.averaging_period = 2"),
     ({**ASYNC, "sync_batchnorm": True}, "does not go with sync_batchnorm = true"),
     ({**ASYNC, "checkpoint.every_minutes": 5.0}, "does not go with checkpoint.every_minutes = 5.0"),
     ({**ASYNC, "head.max_classes": 9}, "does not go with head.max_classes = 9: nobody has tried"),

@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from plsc.config.sections import Config  # which imports this module
     from plsc.losses.margins import Margin  # imports torch
 
-# What the head's own refusals say of its arguments, in the words of keys.
-_WORDS_OF_THE_HEAD = {
-    "averaging_period": "parallel.head_averaging_period",
-    "clip the backbone's alone": "leave optim.clip_head out",
-}
-
 
 def margin_keys() -> dict[str, tuple[str, ...]]:
     """The keys of [head] that each margin takes; one that is unset keeps the margin's own default."""
@@ -91,8 +85,6 @@ class HeadConfig:
             mapped file per rank).
         journal: Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to
             them, in place of a copy of the table in each.
-        staleness: Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they
-            keep going; for tables on host or mmap; 0: they wait for it.
     """
 
     margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",), is_fixed=True)
@@ -128,7 +120,6 @@ class HeadConfig:
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
     placement: str = key("device")
     journal: bool = key(False)
-    staleness: int = key(0, least=0)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
@@ -137,10 +128,7 @@ class HeadConfig:
         try:
             self._check_table(run)
         except UsageError as error:
-            text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
-            for of_the_head, of_a_key in _WORDS_OF_THE_HEAD.items():
-                text = text.replace(of_the_head, of_a_key)
-            yield text
+            yield re.sub(r"\b(placement|journal)\b", r"head.\1", str(error))
         keep = run.checkpoint.keep
         if self.journal and (keep.every_hours or keep.best):
             yield (
@@ -166,12 +154,9 @@ class HeadConfig:
 
     def _check_table(self, run: "Config") -> None:
         """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
-        from plsc.head.replicas import ReplicaOptions
         from plsc.head.storage import TableStorage
 
-        storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
-        exchange = ReplicaOptions(run.parallel.head_averaging_period, self.staleness)
-        exchange.check(storage, clips=run.optim.clip_head)
+        TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
         if self.max_classes is not None:
             self._check_coming_classes(run)
         elif self.admit_after > 1 or self.expire_after is not None:

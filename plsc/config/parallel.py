@@ -51,9 +51,6 @@ class ParallelConfig:
         dgc_sparsity: dgc: share of a tensor's elements that a step does not send; 0 sends all.
         dgc_warmup_epochs: dgc: epochs over which the sparsity rises from 0.75 in four stages; 0: none.
         dgc_dense_below: dgc: tensors with fewer elements than this are sent whole.
-        head_averaging_period: Steps after which the class tables of head groups (head_ranks), each updated by its own
-            group's samples, are averaged; 1: gradients are summed over the groups at every step, and the tables stay
-            equal.
         timeout_seconds: Seconds in which no rank makes progress, after which the run ends and names the ranks that the
             others wait for, with what they are at; after 30 s, or half of it, train.log names them already. Evaluations
             and checkpoints have no limit while some rank works there.
@@ -74,18 +71,12 @@ class ParallelConfig:
     dgc_sparsity: float = key(0.999, least=0, below=1)
     dgc_warmup_epochs: float = key(4.0, least=0)
     dgc_dense_below: int = key(16384, least=1)
-    head_averaging_period: int = key(1, least=1)
     timeout_seconds: float = key(600.0, above=0)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
         yield from _of_the_hook(run)
         yield from _of_communicators(run)
-        if (self.head_averaging_period > 1 or run.head.staleness) and run.head_ranks == 0:
-            yield (
-                "parallel.head_averaging_period and head.staleness are for the tables of several head groups; give "
-                "head_ranks, the ranks of a group"
-            )
         yield from _of_the_strategy(run)
         yield from _of_a_pipeline(run)
         yield from _of_tensor_parallelism(run)

@@ -61,7 +61,7 @@ class DynamicHead(ShardedHead):
             key after which it is removed; None: it stays. Looked after at the end of every tenth part of so many.
             Moves 8 bytes more per sample.
         **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
-            (``averaging_period``) are averaged before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
+            are made equal before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
             Classes that options keep as they are may be FILE.txt of names (:meth:`use_names`) or keys: they keep
             what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
             and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
@@ -415,7 +415,7 @@ class DynamicHead(ShardedHead):
         """Average replicas that step by themselves, before their classes are read, go or move; all ranks call."""
         if self.softmax.exchange.steps_apart:
             self._refuse_while_batches_wait("classes")
-            self.softmax.exchange.settle()
+            self.softmax.exchange.meet()
 
     def _close_gaps(self, shard: int, free: Keys, count: int) -> None:
         """Move a shard's last classes to the places ``free`` (sorted), so that the first ``count`` are in use."""

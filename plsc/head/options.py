@@ -83,7 +83,7 @@ KEYWORDS: Registry[str | type] = Registry(
     {
         **{field.name: TableOptions for field in dataclasses.fields(TableOptions)},
         **dict.fromkeys(("positives", "label_reduction", "labels_per_step"), "plsc.head.multi_label:LabelOptions"),
-        **dict.fromkeys(("averaging_period", "staleness"), "plsc.head.replicas:ReplicaOptions"),
+        **dict.fromkeys(("averaging_period", "staleness"), "plsc.features.replicas.averaging:ReplicaOptions"),
         "journal": "plsc.head.storage:JournalOptions",
         "negative_filter": "plsc.head.negative_filter:NegativeFilterOptions",
         "frozen_rows": "plsc.features.frozen.rows:FrozenRows",

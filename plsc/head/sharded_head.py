@@ -19,7 +19,7 @@ from plsc.head.kept_rows import KeptClasses
 from plsc.head.multi_label import LabelOptions, check_labels_join
 from plsc.head.negative_filter import NegativeFilterOptions, check_negative_filter
 from plsc.head.options import Options, TableOptions, check_sample_rate
-from plsc.head.replicas import ReplicaOptions
+from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
 from plsc.head.storage import JournalOptions, TableStorage
@@ -41,7 +41,7 @@ class ShardedHead(nn.Module):
 
     Where the mesh has head groups (``plsc.init(head_ranks=K)``), the table is sharded over the K ranks of a group and
     replicated over the G groups; all of the above holds as without groups, and replicas stay equal bit for bit, unless
-    ``averaging_period`` lets them part.
+    an option lets them part.
 
     Communication, in bytes received per rank and step, with b samples of this rank's group among B of all (b = B
     without groups): b·D weights' numbers for the features and 4·b·D for their gradient, 40 bytes per sample of the
@@ -60,8 +60,8 @@ class ShardedHead(nn.Module):
             part in a step (Partial FC); 0 takes positives only. Rows that take no part are neither read nor moved.
         weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update), as a dtype or its name.
         momentum_dtype: of the optimizer's state: float64, float32, bfloat16, int8, or None for no momentum.
-        options: groups of rarer options: :class:`plsc.TableOptions`, :class:`plsc.LabelOptions`,
-            :class:`plsc.ReplicaOptions`, and those of rare features (docs/features).
+        options: groups of rarer options: :class:`plsc.TableOptions`, :class:`plsc.LabelOptions`, and those of rare
+            features (docs/features).
         **keywords: fields of such groups by their names: ``centers=3`` is short for
             ``options=[plsc.TableOptions(centers=3)]``.
 
@@ -103,13 +103,12 @@ class ShardedHead(nn.Module):
         self.num_classes = as_integer(num_classes, "the head's num_classes", 1)
         check_sample_rate(sample_rate)
         groups = Options(options, keywords)
-        of_table, labels, replicas = groups.get(TableOptions), groups.get(LabelOptions), groups.get(ReplicaOptions)
+        of_table, labels = groups.get(TableOptions), groups.get(LabelOptions)
         storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, groups.get(JournalOptions).journal)
-        replicas.check(storage, updates=of_table.update == "fused")
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.momentum_dtype = sample_rate, storage.momentum_dtype
-        self._take_options(of_table, labels, replicas, groups.get(JournalOptions), groups.get(NegativeFilterOptions))
+        self._take_options(of_table, labels, groups.get(JournalOptions), groups.get(NegativeFilterOptions))
         self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
         self.class_range = first, stop = self._own_classes()
@@ -125,7 +124,7 @@ class ShardedHead(nn.Module):
             self.backend,
             ClassSampler(first, stop, sample_rate, seed, self.mesh.device),
             of_table.chunk_classes,
-            replicas.make(table, self.mesh.replicas),
+            ReplicaExchange(table, self.mesh.replicas),
             labels,
             self.negative_filter,
         )
@@ -138,7 +137,6 @@ class ShardedHead(nn.Module):
         self,
         table: TableOptions,
         labels: LabelOptions,
-        replicas: ReplicaOptions,
         journal: JournalOptions,
         negatives: NegativeFilterOptions,
     ) -> None:
@@ -147,7 +145,6 @@ class ShardedHead(nn.Module):
         check_labels_join(self.margin, labels.positives, labels.label_reduction)
         self.centers, self.seed, self.update, self.placement = table.centers, table.seed, table.update, table.placement
         self.fp32_precision = _to_fp32_precision(table.fp32_precision)
-        self.averaging_period, self.staleness = replicas.averaging_period, replicas.staleness
         self.positives, self.label_reduction = labels.positives, labels.label_reduction
         self.labels_per_step = labels.labels_per_step
         self.journal, self.negative_filter = journal.journal, negatives.negative_filter

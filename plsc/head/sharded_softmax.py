@@ -32,7 +32,7 @@ from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, g
 from plsc.head.multi_label import LabelOptions, Normalized, concatenated, normalize_each, separate
 from plsc.head.negative_filter import concatenated_filters, gather_filter
 from plsc.head.pending import PendingBackward, PendingBatches
-from plsc.head.replicas import ReplicaExchange
+from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit

@@ -16,7 +16,7 @@ from plsc.head.backends import choose_updater
 from plsc.head.backends.self_check import Shard
 from plsc.head.backends.torch_backend import Updater, squared_norm
 from plsc.head.low_precision import Rounding, RowState
-from plsc.head.replicas import Averages
+from plsc.head.replica_exchange import Averages
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 from plsc.optim.verdict import UpdateCounter, Verdict
@@ -134,10 +134,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._pending.clear()
         super().zero_grad(set_to_none)
 
-    def average_replicas(self) -> None:
-        """Make replicas equal that are averaged every few steps (``averaging_period``), as before a checkpoint.
+    def make_replicas_equal(self) -> None:
+        """Make replicas equal that step by themselves, as before a checkpoint; a period of theirs begins anew.
 
-        The period begins anew. Every rank calls; does nothing for other tables.
+        Every rank calls; does nothing for other tables.
         """
         self._softmax.exchange.finish(self.averages())
 
@@ -153,13 +153,12 @@ class HeadOptimizer(torch.optim.Optimizer):
     def gradient_norm(self) -> Tensor:
         """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2.
 
-        Frozen rows have no gradient.
+        Rows that no update changes have no gradient.
 
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
-        if self._softmax.exchange.steps_apart:
-            self._softmax.exchange.options.refuse_clipping()
+        self._softmax.exchange.check_clipping()
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):

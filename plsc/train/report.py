@@ -18,7 +18,6 @@ import torch.distributed as dist
 from plsc.config import Config, DataConfig
 from plsc.data.dataset import ImageDataset
 from plsc.files import AppendFile
-from plsc.head.replicas import average_bytes
 from plsc.head.undo_journal import journal_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
@@ -185,7 +184,6 @@ def header(
         "work": work,
         "memory": "" if config.recompute == "none" else f"activations of {counted(blocks, 'block')} are recomputed",
         "hook": _compression(components),
-        "tables": _head_averaging(components),
         "length": _length(components, total_steps),
         **{name: line for feature in components.features.values() for name, line in feature.lines().items()},
         **{f"stage {number}": text for number, text in enumerate(stages, start=1)},
@@ -308,26 +306,6 @@ def _compression(components: TrainComponents) -> str:
     sent = components.exchange.sent_bytes(weights, sys.maxsize)
     whole = sum(weight.numel() * weight.element_size() for weight in weights)
     return f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"
-
-
-def _head_averaging(components: TrainComponents) -> str:
-    """The line about averages of head groups' tables, with what a rank gives to the network between groups."""
-    mesh, heads = components.mesh, [table.head for table in components.tables]
-    period, staleness = heads[0].averaging_period, max(head.staleness for head in heads)
-    if mesh.replicas.world_size == 1 or (period == 1 and not staleness):
-        return ""
-    moved, exact = 0.0, 0.0
-    for table, head in zip(components.tables, heads, strict=True):
-        rows = len(head.weight)
-        touched = rows * (1 - (1 - head.sample_rate) ** period)
-        moved += average_bytes(round(touched), head.dim, len(table.optimizer.tables)) / period
-        exact += average_bytes(round(rows * head.sample_rate), head.dim, 0)
-    late = f", {counted(staleness, 'step')} late" if staleness else ""
-    groups = counted(mesh.replicas.world_size, "head group")
-    return (
-        f"of {groups} averaged every {counted(period, 'step')}{late}: about {moved / 1e6:,.3f} MB per rank "
-        f"and step in the place of {exact / 1e6:,.3f} MB of gradients"
-    )
 
 
 def _length(components: TrainComponents, total_steps: int) -> str:

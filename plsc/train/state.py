@@ -57,7 +57,7 @@ class Position:
 def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
     for optimizer in components.head_optimizers:
-        optimizer.average_replicas()
+        optimizer.make_replicas_equal()
     strategy = components.strategy
     components.average_statistics()
     tensors: dict[str, Any] = prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())

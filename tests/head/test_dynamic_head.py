@@ -234,7 +234,7 @@ def late_averages(mesh, placement, rate):
         x, keys = (part.split([7, 5])[mesh.rank] for part in batch(step))
         train_step(head, optimizer, x.float(), keys)
     held = head.num_classes
-    optimizer.average_replicas()
+    optimizer.make_replicas_equal()
     rows = [shard.blocks[0].local for shard in (head.sharded_state() | optimizer.sharded_state()).values()]
     return held, [each.clone() for each in rows]
 

@@ -29,7 +29,7 @@ from support.head_problems import (
 
 import plsc
 from plsc.errors import LabelError, UsageError
-from plsc.head import replicas, sharded_head
+from plsc.head import replica_exchange, sharded_head
 from plsc.parallel import Mesh, with_head_groups
 from plsc.parallel.collectives import all_gather_rows, all_reduce_sum, broadcast_object
 
@@ -177,7 +177,7 @@ def tables_with_sums(mesh: Mesh, problem: Problem, in_turn: bool, options: dict)
 
     with contextlib.ExitStack() as patches:
         if in_turn:
-            patches.enter_context(patch.object(replicas, "_summed_asynchronously", summed_in_turn))
+            patches.enter_context(patch.object(replica_exchange, "_summed_asynchronously", summed_in_turn))
         head = make_head(mesh, problem, **{**CHUNKED, **options})
         optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         norms = []
@@ -206,7 +206,7 @@ def events_of_a_step(mesh: Mesh, problem: Problem) -> list[str]:
     head = make_head(mesh, problem, **CHUNKED, backend="torch")
     optimizer = plsc.HeadSGD(head, lr=LR)
     events: list[str] = []
-    second_pass, begin, update = head.backend.second_pass, replicas.all_reduce_sum_async, optimizer._updater
+    second_pass, begin, update = head.backend.second_pass, replica_exchange.all_reduce_sum_async, optimizer._updater
 
     def noted_pass(inputs):
         for chunk, gradient in second_pass(inputs):
@@ -227,7 +227,7 @@ def events_of_a_step(mesh: Mesh, problem: Problem) -> list[str]:
         update(*args)
 
     optimizer._updater, head.backend.second_pass = noted_update, noted_pass
-    with patch.object(replicas, "all_reduce_sum_async", NotedWork):
+    with patch.object(replica_exchange, "all_reduce_sum_async", NotedWork):
         x, y = batch_of(problem, 0, mesh, [6, 6])
         head(x, y).backward()
         optimizer.step()

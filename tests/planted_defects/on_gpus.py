@@ -49,7 +49,7 @@ ON_GPUS = (
     ),
     Defect(
         "a chunk is updated before the replicas have summed its gradient",
-        "plsc/head/replicas.py",
+        "plsc/head/replica_exchange.py",
         "    work.wait()\n    return chunk, gradient",
         "    return chunk, gradient",
         ("tests/head/test_groups.py",),

@@ -104,7 +104,7 @@ def test_groups_that_are_averaged_go_on_after_a_checkpoint_as_others(tmp_path: P
         "data.batch_size": 5,
         "head.expire_after": 2,
         "head_ranks": 1,
-        "parallel.head_averaging_period": 3,
+        "replicas.averaging_period": 3,
     }
     ranks(2, run, tmp_path / "whole", changes, head_ranks=1)
     ranks(2, run_until, tmp_path / "stopped", changes, None, 4, head_ranks=1)  # where the other has a checkpoint too

@@ -12,7 +12,7 @@ from torch import Tensor
 from plsc.head.backends.torch_backend import Updater, rounding_bits, write_rows
 from plsc.head.class_table import Chunk, ClassTable
 from plsc.head.low_precision import RowState
-from plsc.head.replicas import Averages, ReplicaAveraging, ReplicaOptions
+from plsc.head.replica_exchange import Averages, PartingReplicas
 from plsc.head.update_rules import Update
 from plsc.parallel.mesh import Mesh
 
@@ -20,7 +20,7 @@ _SALT = 0x2545F491  # random bits other than those of updates and of averages
 _SETS = 64  # of changed classes that are kept before they are joined
 
 
-class TableChanges(ReplicaAveraging):
+class TableChanges(PartingReplicas):
     """The changes of one table.
 
     Args:
@@ -30,7 +30,7 @@ class TableChanges(ReplicaAveraging):
     """
 
     def __init__(self, table: ClassTable, replicas: Mesh, averages: Callable[[], Averages]) -> None:
-        super().__init__(table, replicas, ReplicaOptions())
+        super().__init__(table, replicas)
         self._averages = averages
         self._recorded: list[tuple[Tensor, Tensor]] = []
         self._added = 0

@@ -138,13 +138,13 @@ TABLES = {
     "head.sample_rate": 0.5,
     "head.weight_dtype": "bfloat16",
     "head.momentum_dtype": "int8",
-    "parallel.head_averaging_period": 3,
+    "replicas.averaging_period": 3,
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [{}, {**LOCAL, "head.staleness": 2}], ids=["waiting", "late, beside local_sgd"])
+@pytest.mark.parametrize("way", [{}, {**LOCAL, "replicas.staleness": 2}], ids=["waiting", "late, beside local_sgd"])
 def test_runs_whose_tables_are_averaged_resume_bit_for_bit(way: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
     changes = {**CHANGES, **TABLES, **way}
     ranks(2, run, tmp_path / "whole", changes, head_ranks=1)

@@ -38,7 +38,7 @@ def steps(mesh, problem, sizes, kind, frozen, options):
 
 
 def snapshot(head, optimizer):
-    optimizer.average_replicas()
+    optimizer.make_replicas_equal()
     state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
     return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import plsc
 from plsc.errors import UsageError
+from plsc.features.replicas.averaging import average_bytes
 from plsc.head import storage
-from plsc.head.replicas import average_bytes
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_rows
 
@@ -83,7 +83,7 @@ def trained(
             losses.append(loss.detach())
             gradients.append(x.grad / mesh.world_size)
             if step + 1 == finish_at:
-                stepper.average_replicas()
+                stepper.make_replicas_equal()
         averaging = head.softmax.exchange
         shards = {**head.sharded_state(), **stepper.sharded_state()}
         return {
