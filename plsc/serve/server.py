@@ -52,7 +52,7 @@ class Server:
     def __init__(self, settings: Settings) -> None:
         settings = replace(settings, limits=_with_files(settings.limits))
         self.settings = settings
-        tokens = None if settings.tokens is None else TokenBook(settings.tokens)
+        tokens = None if settings.tokens is None else TokenBook(settings.tokens, settings.clock)
         if tokens is None and not is_loopback(settings.host):
             raise UsageError(
                 f"--host {settings.host} lets other machines call, and there are no tokens to know them by; make some "

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.clock import Clock
 from support.live_service import Live, bearer, image_input, live_service, picture
 from support.waiting import held_up, wait_until
 
@@ -72,8 +71,8 @@ def test_many_tokens_of_one_hand_leave_some_to_the_next() -> None:
     assert until_refused(partial(shared.take, "another")) == 85
 
 
-def test_many_tokens_of_one_hand_leave_connections_to_the_next() -> None:
-    budget = ConnectionBudget(Limits(connections=64, anonymous_connections=8), 0.25, Clock())
+def test_many_tokens_of_one_hand_leave_connections_to_the_next(clock):
+    budget = ConnectionBudget(Limits(connections=64, anonymous_connections=8), 0.25, clock)
 
     def connect(owner: str) -> None:
         connection = Connection(budget, lambda: None, lambda: None)
