@@ -21,9 +21,8 @@ from plsc.progress import note
 from plsc.serve.admission import Admission
 from plsc.serve.app import build_app
 from plsc.serve.connections import ConnectionBudget, LimitedProtocol
-from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.limits import Shared
-from plsc.serve.observability import Metrics, MetricsServer
+from plsc.serve.observability import Lifecycle, Metrics, MetricsServer
 from plsc.serve.service import Service
 from plsc.serve.settings import Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
