@@ -18,9 +18,8 @@ from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
-from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.limits import HEALTH, STRANGERS, Allowance, RateLimiter, Shared, Turns, rate_headers
-from plsc.serve.observability import Metrics
+from plsc.serve.observability import Lifecycle, Metrics
 from plsc.serve.routing import permission_of
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook

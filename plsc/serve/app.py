@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
-from plsc.serve.lifecycle import Lifecycle
-from plsc.serve.observability import Metrics
+from plsc.serve.observability import Lifecycle, Metrics
 from plsc.serve.routes import admin, gallery, kserve, migrations, model, page, persons, search
 from plsc.serve.routing import permission_of
 from plsc.serve.settings import Settings

@@ -117,7 +117,7 @@ class ConnectionBudget:
                 raise
         self.remove(connection)
         connection.owner = owner
-        self._known.take(owner)
+        self._known.add(owner)
         self._of[connection.holder][connection] = None
 
     def remove(self, connection: Connection) -> None:

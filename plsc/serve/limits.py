@@ -220,6 +220,10 @@ class Shared:
     def take(self, owner: Hashable, amount: int = 1) -> None:
         """Give a caller ``amount`` more, or raise as :meth:`check` does."""
         self.check(owner, amount)
+        self.add(owner, amount)
+
+    def add(self, owner: Hashable, amount: int = 1) -> None:
+        """Give a caller ``amount`` more, who may have it."""
         self._held[owner] += amount
         self.total += amount
 

@@ -27,7 +27,7 @@ from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.access import Endpoint, Permission
 from plsc.serve.changes import REPLAYED
 from plsc.serve.errors import ApiError
-from plsc.serve.lifecycle import Lifecycle
+from plsc.serve.observability import Lifecycle
 from plsc.serve.service import Service
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else

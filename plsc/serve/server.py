@@ -21,9 +21,8 @@ from plsc.progress import note
 from plsc.serve.admission import Admission
 from plsc.serve.app import build_app
 from plsc.serve.connections import ConnectionBudget, LimitedProtocol
-from plsc.serve.lifecycle import Lifecycle
 from plsc.serve.limits import Shared
-from plsc.serve.observability import Metrics, MetricsServer
+from plsc.serve.observability import Lifecycle, Metrics, MetricsServer
 from plsc.serve.service import Service
 from plsc.serve.settings import Limits, Settings, is_loopback
 from plsc.serve.tokens import TokenBook
@@ -52,7 +51,7 @@ class Server:
     def __init__(self, settings: Settings) -> None:
         settings = replace(settings, limits=_with_files(settings.limits))
         self.settings = settings
-        tokens = None if settings.tokens is None else TokenBook(settings.tokens)
+        tokens = None if settings.tokens is None else TokenBook(settings.tokens, settings.clock)
         if tokens is None and not is_loopback(settings.host):
             raise UsageError(
                 f"--host {settings.host} lets other machines call, and there are no tokens to know them by; make some "

@@ -321,6 +321,8 @@ class Service:
     def settings_of(self, spaces: Spaces) -> Settings:
         """The settings with the threshold of a collection's model, None where that is not known."""
         contract_id, migration = spaces.info.contract_id, spaces.migration
+        if contract_id in self.own_contracts:
+            return self.settings
         measured = self.settings.false_match_rate is not None  # among vectors of the model alone
         is_own = set(models_in(contract_id)) <= {*self.own_contracts}
         if is_own or (self._searching(spaces) == self.contract_id and not measured):

@@ -39,7 +39,7 @@ from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
 from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
 from plsc.serve.errors import ApiError
-from plsc.serve.limits import parse_rate_limits
+from plsc.serve.limits import Clock, parse_rate_limits
 from plsc.text_files import parse_toml, read_text
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
@@ -235,15 +235,15 @@ class TokenBook:
         UsageError, DataError: see :func:`read_tokens`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Clock = time.monotonic) -> None:
+        self._path, self._clock = path, clock
         self._lock = threading.Lock()
         self._reserve: int | None = None
         self._reported: tuple[int, ...] | None = None
         self._failing_since: float | None = None
         self._stamp = _stamp(path)
         self._tokens = self._read()
-        self._checked = time.monotonic()
+        self._checked = clock()
         self._warn_of_mode()
 
     def find(self, secret: bytes) -> Token | None:
@@ -255,8 +255,8 @@ class TokenBook:
     def is_current(self) -> bool:
         """False if the file could not be read for so long that no token is taken."""
         with self._lock:
-            if time.monotonic() - self._checked >= _REREAD_SECONDS:
-                self._checked = time.monotonic()
+            if (now := self._clock()) - self._checked >= _REREAD_SECONDS:
+                self._checked = now
                 self._reread_if_changed()
             return self._failing_since is None or self._checked - self._failing_since < _GRACE_SECONDS
 

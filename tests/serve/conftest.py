@@ -1,9 +1,16 @@
-"""A service for all tests of a module."""
+"""A service for all tests of a module, and a clock."""
 
 from collections.abc import Iterator
 
 import pytest
+from support.clock import Clock
 from support.live_service import Live, live_service
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock that a test moves."""
+    return Clock()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import Clock
 from support.live_service import DIM, live_service
 from support.waiting import wait_until
 
@@ -41,7 +42,7 @@ class Device:
 
     def __init__(self) -> None:
         self.seen: list[list[Any]] = []
-        self.began, self.go_on = threading.Event(), threading.Event()
+        self.began, self.go_on, self.clock = threading.Event(), threading.Event(), Clock()
 
     def run(self, payloads: list[Any]) -> list[Any]:
         self.seen.append(list(payloads))
@@ -56,7 +57,7 @@ def run(scenario: Callable[[DeviceWorker, Device], Awaitable[Any]], **changes: A
     """What a scenario returns, with the device that it used and the log of its worker, which is closed then."""
     device, log = Device(), Log()
     limits = Limits(queue=changes.pop("queue", 100), inputs=1, collect_seconds=20.0)
-    options: Any = {"max_batch": 8, "max_wait": 0.002, "share": 1.0, "clock": time.monotonic, **changes}
+    options: Any = {"max_batch": 8, "max_wait": 0.002, "share": 1.0, "clock": device.clock, **changes}
     options |= {"limits": limits, "observer": log}
     busy = DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
     result = asyncio.run(scenario(busy, device))  # type: ignore[arg-type]
@@ -87,7 +88,7 @@ async def behind_another(
     first = await occupied(busy, device)
     others = asyncio.create_task(together(busy, payloads, rows=rows))
     while busy.waiting("a") < (waiting or len(payloads) * rows):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
     device.go_on.set()
     assert await first == 2
     return await others
@@ -106,7 +107,7 @@ def test_callers_who_come_again_join_those_who_waited():
         first = await occupied(patient, device)
         others = asyncio.create_task(together(patient, [3, 4, 5]))
         while patient.waiting("a") < 3:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         device.go_on.set()
         await first
         await together(patient, [6])
@@ -119,7 +120,7 @@ def test_callers_who_come_again_join_those_who_waited():
 def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         async def read_slowly(payload: int) -> Any:
-            time.sleep(0.003)  # the event loop is busy with it
+            sum(range(100_000))  # the event loop is busy with it
             return await busy.submit("a", payload, 1, soon())
 
         await behind_another(busy, device, list(range(6)))
@@ -132,10 +133,8 @@ def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes
 def test_kinds_are_not_mixed_and_the_oldest_goes_first():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
-        others = []
-        for place, kind in enumerate("bab"):
-            others.append(asyncio.create_task(busy.submit(kind, place, 1, soon())))
-            await asyncio.sleep(0.002)
+        others = [asyncio.create_task(busy.submit(kind, place, 1, soon())) for place, kind in enumerate("bab")]
+        await asyncio.sleep(0)
         device.go_on.set()
         assert [await other for other in (first, *others)] == [2, 0, 2, 4]
 
@@ -148,12 +147,10 @@ def test_a_batch_takes_a_task_of_each_owner_in_turn():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
         many = [asyncio.create_task(busy.submit("a", 100 + place, 1, soon(), "camera")) for place in range(10)]
-        while busy.waiting("a") < len(many):
-            await asyncio.sleep(0.001)
         other = asyncio.create_task(busy.submit("a", 7, 1, soon(), "other"))
         while busy.waiting("a") <= len(many):
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.2)
+            await asyncio.sleep(0)
+        device.clock.now += 0.2
         device.go_on.set()
         assert [await each for each in (first, other, *many)][:2] == [2, 14]
 
@@ -164,11 +161,9 @@ def test_kinds_take_turns_however_much_of_one_waits():
     async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
         many = [asyncio.create_task(busy.submit("a", place, 8, soon())) for place in range(4)]
-        while busy.waiting("a") < 32:
-            await asyncio.sleep(0.001)
         other = asyncio.create_task(busy.submit("b", 7, 1, soon()))
         while not busy.waiting("b"):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         device.go_on.set()
         await asyncio.gather(first, other, *many)
 
@@ -213,12 +208,14 @@ def test_what_waits_at_the_end_is_finished_and_nothing_more_taken():
         second = asyncio.create_task(busy.submit("a", 2, 1, soon()))
         await asyncio.sleep(0)
         closing = asyncio.create_task(asyncio.to_thread(busy.close))
-        await asyncio.sleep(0.02)
+        told = ""
+        while "stopping" not in told:  # until then it is taken, and not waited for
+            with pytest.raises(ApiError) as refused:
+                await busy.submit("a", 3, 1, 0.0)
+            told = str(refused.value.detail)
         device.go_on.set()
         assert [await first, await second] == [2, 4]
         await closing
-        with pytest.raises(ApiError, match="stopping"):
-            await busy.submit("a", 3, 1, soon())
 
     run(scenario)
 
@@ -342,7 +339,6 @@ def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tm
 
         def counted(name: str) -> Any:
             asked.append(name)
-            time.sleep(0.05)
             if len(asked) == 1:
                 raise UsageError("not now")
             return original(name)

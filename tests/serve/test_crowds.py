@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.clock import Clock
 from support.live_service import Live, answer_of, bearer, live_service
 from support.waiting import wait_until
 
@@ -164,7 +163,7 @@ def send_slowly(connection: socket.socket, data: bytes) -> None:
         time.sleep(0.001)
 
 
-def test_the_crowded_address_gives_way():
+def test_the_crowded_address_gives_way(clock):
     closed: list[str] = []
 
     def connection(name: str, address: str) -> Connection:
@@ -173,7 +172,7 @@ def test_the_crowded_address_gives_way():
         budget.add(made)
         return made
 
-    budget = ConnectionBudget(Limits(connections=2, anonymous_connections=4), 1.0, Clock())
+    budget = ConnectionBudget(Limits(connections=2, anonymous_connections=4), 1.0, clock)
     connection("alone", "192.0.2.1")
     oldest = connection("a", "192.0.2.2")
     connection("b", "192.0.2.2")

@@ -183,7 +183,7 @@ def test_callers_take_turns():
         futures = [*first[:3], *second, *third, *fourth]
         for ended in range(6):  # one after the other
             while sum(future.done() for future in futures) < ended or len(order) < ended + decoders.running:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
             one_ends.release()
         assert await asyncio.gather(*futures) == ["a0", "a1", "a2", "b0", "c0", "d0"]
         await asyncio.to_thread(decoders.close)

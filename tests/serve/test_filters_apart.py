@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -136,7 +135,7 @@ def test_a_look_ends_at_the_deadline(live):
     looks = []
 
     def stop() -> bool:
-        looks.append(time.monotonic())
+        looks.append(1)
         return len(looks) > 2
 
     with pytest.raises(DeadlineError, match="allow more time"), store.stopping_when(stop):

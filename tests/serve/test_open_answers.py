@@ -103,8 +103,8 @@ def test_a_turn_costs_what_the_kernel_takes_as_well():
     assert 95 <= asyncio.run(run()) <= 105
 
 
-def test_connections_that_only_come_and_go_owe_the_time_that_they_took():
-    budget = ConnectionBudget(Limits(connections=1000, anonymous_connections=1000), 1.0, Clock())
+def test_connections_that_only_come_and_go_owe_the_time_that_they_took(clock):
+    budget = ConnectionBudget(Limits(connections=1000, anonymous_connections=1000), 1.0, clock)
 
     def come_and_go(owner: str | None, count: int) -> None:
         for _ in range(count):

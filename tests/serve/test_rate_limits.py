@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from support.clock import Clock
 from support.live_service import DIM, Live, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
@@ -29,8 +28,8 @@ def test_forms_of_limits():
         parse_rate_limits(["searches=1", "searches=2"])
 
 
-def test_a_bucket_is_refilled_evenly():
-    refused, clock = [], Clock()
+def test_a_bucket_is_refilled_evenly(clock):
+    refused = []
     limiter = RateLimiter((), lambda *what: refused.append(what), clock)
     own = parse_rate_limits(["searches=60/m"])
     for _ in range(60):
@@ -54,8 +53,8 @@ def test_a_bucket_is_refilled_evenly():
     assert refused == [("camera", "searches")] * 3
 
 
-def test_a_token_that_is_changed_has_its_new_limits_at_once():
-    limiter = RateLimiter(parse_rate_limits(["requests=1"]), lambda *_: None, Clock())
+def test_a_token_that_is_changed_has_its_new_limits_at_once(clock):
+    limiter = RateLimiter(parse_rate_limits(["requests=1"]), lambda *_: None, clock)
     limiter.admit("camera", (), "searches")
     with pytest.raises(ApiError):
         limiter.admit("camera", (), "searches")

@@ -74,17 +74,34 @@ def test_many_tokens_of_one_hand_leave_some_to_the_next() -> None:
     assert until_refused(partial(shared.take, "another")) == 85
 
 
-def test_many_tokens_of_one_hand_leave_connections_to_the_next() -> None:
-    budget = ConnectionBudget(Limits(connections=64, anonymous_connections=8), 0.25, Clock())
+@pytest.fixture
+def connect(clock: Clock) -> Callable[..., list[str]]:
+    """``connect(owner)``: another connection of a token's, of 64 in all; returns the owners of those closed so far."""
+    budget = ConnectionBudget(Limits(connections=64, anonymous_connections=8), 0.25, clock)
+    closed: list[str] = []
 
-    def connect(owner: str) -> None:
-        connection = Connection(budget, lambda: None, lambda: None)
+    def connect_one(owner: str, *, is_idle: bool = False) -> list[str]:
+        connection = Connection(budget, lambda: None, lambda: closed.append(owner))
         budget.add(connection)
-        connection.is_idle = False
+        connection.is_idle = is_idle
         connection.belongs_to(owner)
+        return closed
 
+    return connect_one
+
+
+def test_many_tokens_of_one_hand_leave_connections_to_the_next(connect):
     cameras = [partial(connect, f"camera{number}") for number in range(6)]
     assert list(map(until_refused, cameras)) == [16, 16, 16, 10, 4, 1]
+
+
+def test_who_has_more_than_what_others_leave_loses_an_idle_connection_for_a_new_one(connect):
+    for _ in range(16):
+        connect("first", is_idle=True)
+    for number in range(3):
+        assert until_refused(partial(connect, f"camera{number}")) >= 10
+    assert connect("first") == ["first"]
+    assert connect("first") == ["first"] * 2
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from support.live_service import DIM, Live, bearer, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
-from plsc.serve import tokens as tokens_module
 from plsc.serve.access import RIGHTS, ROLES
 from plsc.serve.errors import ApiError
 from plsc.serve.routing import permission_of
@@ -59,14 +58,14 @@ def live(tmp_path_factory: pytest.TempPathFactory, secrets: dict[str, str]) -> I
         yield running
 
 
-def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):
+def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path, clock):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "camera-1", "read")
     other = add_token(path, "desk", "admin")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret not in path.read_text(encoding="utf-8")
     assert [(token.name, token.role) for token in read_tokens(path)] == [("camera-1", "read"), ("desk", "admin")]
-    book = TokenBook(path)
+    book = TokenBook(path, clock)
     found = [book.find(given.encode()) for given in (secret, other, secret[:-1], secret + "x", "")]
     assert [token and token.name for token in found] == ["camera-1", "desk", None, None, None]
     refused = ((("camera-1", "read"), ConflictError), (("a b", "read"), UsageError), (("c", "x"), UsageError))
@@ -152,14 +151,6 @@ def test_a_file_with_keys_behind_the_hash_is_put_in_order(tmp_path, capsys):
     assert TokenBook(path).find(secret.encode()).name == "door"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of token books: a list of the one time that it shows."""
-    shown = [1000.0]
-    monkeypatch.setattr(tokens_module.time, "monotonic", lambda: shown[0])
-    return shown
-
-
 def closed(book: TokenBook, secret: str) -> bool:
     try:
         book.find(secret.encode())
@@ -171,10 +162,10 @@ def closed(book: TokenBook, secret: str) -> bool:
 def test_a_running_service_follows_the_file(tmp_path, clock):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "a", "read")
-    book = TokenBook(path)
+    book = TokenBook(path, clock)
     late = add_token(path, "b", "read")
     remove_token(path, "a")
-    clock[0] += 1.0
+    clock.now += 1.0
     assert book.find(late.encode())
     assert book.find(secret.encode()) is None
 
@@ -183,7 +174,7 @@ def test_a_running_service_follows_the_file(tmp_path, clock):
 def test_a_file_that_cannot_be_read_closes_the_service_after_a_moment(tmp_path, clock, capsys, how):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "a", "read")
-    book, content = TokenBook(path), path.read_text(encoding="utf-8")
+    book, content = TokenBook(path, clock), path.read_text(encoding="utf-8")
     if how == "half an edit":
         path.write_text("[[tok", encoding="utf-8")
     else:
@@ -191,9 +182,9 @@ def test_a_file_that_cannot_be_read_closes_the_service_after_a_moment(tmp_path, 
     if how == "no permission":
         path.mkdir()  # the tests' user may be root, who reads what has no permission, but no folder
     for later in (1.0, 4.9):
-        clock[0] += later
+        clock.now += later
         assert not closed(book, secret)
-    clock[0] += 1.0
+    clock.now += 1.0
     assert closed(book, secret)
     assert not book.is_current()
     assert closed(book, "plsc_wrong")
@@ -201,7 +192,7 @@ def test_a_file_that_cannot_be_read_closes_the_service_after_a_moment(tmp_path, 
     if path.is_dir():
         path.rmdir()
     path.write_text(content, encoding="utf-8")
-    clock[0] += 1.0
+    clock.now += 1.0
     assert book.find(secret.encode())
     assert book.is_current()
 
@@ -210,9 +201,9 @@ def test_a_removed_token_is_refused_when_file_descriptors_are_exhausted(tmp_path
     """Else a flood of connections would keep a removed token valid."""
     path = tmp_path / "tokens.toml"
     secret, kept = add_token(path, "a", "read"), add_token(path, "b", "read")
-    book = TokenBook(path)
+    book = TokenBook(path, clock)
     remove_token(path, "a")
-    clock[0] += 1.0
+    clock.now += 1.0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
     try:
@@ -232,21 +223,22 @@ def test_a_removed_token_is_refused_when_file_descriptors_are_exhausted(tmp_path
 def test_a_file_open_to_others_is_warned_of(tmp_path, clock, capsys):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "a", "read")
-    book = TokenBook(path)
+    book = TokenBook(path, clock)
     assert capsys.readouterr().err == ""
     path.chmod(0o640)
-    clock[0] += 1.0
+    clock.now += 1.0
     assert book.find(secret.encode())
     assert f"(mode 0640); close it: chmod 600 {path}" in capsys.readouterr().err
 
 
 @pytest.mark.live
-def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens_module, "_REREAD_SECONDS", 0.0)
-    monkeypatch.setattr(tokens_module, "_GRACE_SECONDS", 0.0)
-    with live_service(tmp_path, callers={"a": {"role": "admin"}}) as live:
-        assert live.ask("GET", "/v1/info").status_code == 200
+def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, clock):
+    with live_service(tmp_path, callers={"a": {"role": "admin"}}, clock=clock) as live:
         (tmp_path / "tokens.toml").unlink()
+        for later in (1.0, 1.0):
+            clock.now += later
+            assert live.ask("GET", "/v1/info").status_code == 200
+        clock.now += 5.0
         refused = live.ask("GET", "/v1/info")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         ready = live.ask("GET", "/health/ready")
