@@ -16,7 +16,7 @@ from plsc.errors import ConflictError, IntegrityError
 from plsc.gallery import validation
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.person_search import Fetch, Neighbours
-from plsc.gallery.rows import Rows
+from plsc.gallery.rows import MovableRows
 from plsc.gallery.second_space import exchanged
 from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
 from plsc.gallery.values import (
@@ -84,7 +84,7 @@ def find_collection(connection: Any, name: str, *, lock: bool = False) -> "Postg
     return PostgresRows(connection, *row)
 
 
-class PostgresRows(Rows):
+class PostgresRows(MovableRows):
     """A collection in a transaction of ``connection``.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
-from plsc.gallery.rows import Rows
+from plsc.gallery.rows import MovableRows
 from plsc.gallery.sqlite import records
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
 from plsc.gallery.sqlite.records import Faces, StoredCollection, StoredMigration
@@ -28,7 +28,7 @@ _MARK = "SELECT substr(checksum, 1, 1) FROM vectors WHERE face = ?"
 _PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
 
 
-class SqliteRows(Rows):
+class SqliteRows(MovableRows):
     """The collection with a number, in a transaction of ``db``.
 
     Attributes:
