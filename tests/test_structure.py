@@ -21,7 +21,7 @@ import write_configuration  # noqa: E402
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
     "errors", "nearest", "extensions", "arguments", "progress", "regular_files", "text_files", "files", "signing",
-    "image_files", "sizes", "toml_keys", "strict_toml", "client_values", "client", "loggers", "native", "parallel",
+    "image_files", "sizes", "toml_keys", "strict_toml", "persons", "client_values", "client", "loggers", "native", "parallel",
     "collectives", "losses", "head", "devices", "optim", "", "models", "data", "embedding", "index", "evaluation",
     "api", "hub",
     "gallery", "serve", "arcface_torch", "config", "train", "plan", "cluster", "bench", "doctor", "quickstart", "tools",

@@ -116,7 +116,17 @@ class PostgresRows(MovableRows):
     def _select(self, condition: str, *values: Any) -> list[Person]:
         rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
         return [
-            Person(id, name, metadata, tuple(faces), created, external, revision, expires, _without_none(faces, keys))
+            Person(
+                id,
+                name,
+                metadata,
+                external,
+                faces=tuple(faces),
+                created=created,
+                revision=revision,
+                expires=expires,
+                keys=_without_none(faces, keys),
+            )
             for id, name, metadata, created, external, revision, expires, faces, keys in rows
         ]
 

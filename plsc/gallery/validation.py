@@ -326,8 +326,8 @@ def number_persons(persons: Sequence[ValidPerson], first: int, *, revision: int 
     made, created = list[Person](), now()
     for person in persons:
         faces = tuple(range(first + 1, first + 1 + len(person.vectors)))
-        about = (person.name, person.metadata, faces, created, person.external_id)
-        made.append(Person(first, *about, revision, person.expires))
+        about = (person.name, person.metadata, person.external_id)
+        made.append(Person(first, *about, faces=faces, created=created, revision=revision, expires=person.expires))
         first += 1 + len(faces)
     return made
 

@@ -95,10 +95,10 @@ class SqliteRows(MovableRows):
 
     def _read_person(self, row: tuple[Any, ...]) -> Person:
         summary = _read_summary(self.db, row)
-        created, external_id, revision, expires = row[4:8]
-        faces = self._faces_of(summary.id)
-        about = (summary.id, summary.name, summary.metadata, faces, created, external_id, revision, expires)
-        return Person(*about, self._keys_of(summary.id))
+        created, _, revision, expires = row[4:8]
+        about = {"created": created, "revision": revision, "expires": expires}
+        faces, keys = self._faces_of(summary.id), self._keys_of(summary.id)
+        return Person(**vars(summary), faces=faces, keys=keys, **about)
 
     def _keys_of(self, person: int) -> dict[int, str]:
         rows = self.db.execute("SELECT face, key, checksum FROM face_keys WHERE person = ?", (person,)).fetchall()
@@ -174,8 +174,8 @@ class SqliteRows(MovableRows):
         for id, person in enumerate(persons, first):
             ids = tuple(range(face, face + len(person.vectors)))
             face += len(ids)
-            about = (person.name, person.metadata, ids, created, person.external_id)
-            made.append(Person(id, *about, expires=person.expires))
+            about = (person.name, person.metadata, person.external_id)
+            made.append(Person(id, *about, faces=ids, created=created, expires=person.expires))
         self.db.executemany(
             "INSERT INTO persons (id, collection, name, metadata, created, external_id, revision, expires, checksum) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
