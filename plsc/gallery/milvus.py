@@ -102,7 +102,7 @@ class MilvusStore(Store):
             self._acquire_writer_lease()
             if name in self._server.registered([name]):
                 return None
-            info = Collection(name, dim, contract_id, now(), 0, 0)
+            info = Collection(name, dim, contract_id, now(self.clock), 0, 0)
             entry = RegistryEntry(name, uuid.uuid4().hex[:16], info, 1)
             self._server.create(entry.key, dim)
             MilvusRows(self._server, entry).save()
@@ -200,7 +200,7 @@ class MilvusStore(Store):
         if self._is_writer and holder != self._process_id:
             raise StorageError("another process writes to this Milvus store now: open it again to take over")
         if not self._is_writer:
-            self._server.register(WRITER, {"process": self._process_id, "since": now()})
+            self._server.register(WRITER, {"process": self._process_id, "since": now(self.clock)})
             self._is_writer = True
             for key in self._server.keys() - {rows.entry.key for rows in self._all()}:
                 self._server.drop(key)  # of a collection whose creation or deletion was cut short

@@ -134,7 +134,7 @@ class MilvusRows(Rows):
 
     def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
         """Insert persons with their faces under the next ids."""
-        made = number_persons(persons, self.entry.next_id, revision=0)
+        made = number_persons(persons, self.entry.next_id, self.clock, revision=0)
         faces = [
             face_row(face, person.id, encode_metadata(person.metadata), vector)
             for person, valid in zip(made, persons, strict=True)

@@ -1,5 +1,6 @@
 """A collection in one transaction of its store: the primitives that a backend gives, and what is made of them."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from plsc.gallery import validation
 from plsc.gallery.filters import Filter
 from plsc.gallery.validation import ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
+    Clock,
     Collection,
     Float32,
     IdempotentRequest,
@@ -32,9 +34,11 @@ class Rows(ABC):
 
     Attributes:
         info: the collection.
+        clock: the store's.
     """
 
     info: Collection
+    clock: Clock = time
 
     @property
     def current(self) -> Collection:
@@ -101,7 +105,7 @@ class Rows(ABC):
     def require(self, person: Any) -> Person:
         """Return a person; :class:`NotFoundError` if there is none, or the time of it has come."""
         found = self.find_all([int(person)]) if is_id(person) else []
-        if not found or is_expired(found[0].expires):
+        if not found or is_expired(found[0].expires, self.clock):
             raise NotFoundError(f"{self.info.name} has no person {ascii(person)[:80]}")
         return found[0]
 
@@ -115,7 +119,7 @@ class Rows(ABC):
     def living(self, external_id: str) -> Person | None:
         """Return the person with an external id whose time has not come."""
         found = self.find_external(external_id)
-        return None if found is None or is_expired(found.expires) else found
+        return None if found is None or is_expired(found.expires, self.clock) else found
 
     def everyone(self) -> Iterator[tuple[Person, Float32]]:
         """Yield every person with the vectors, by id."""
@@ -147,7 +151,7 @@ class Rows(ABC):
             former = self.find_external(external_id)
             if former is None:
                 continue
-            if not is_expired(former.expires):
+            if not is_expired(former.expires, self.clock):
                 raise ConflictError(
                     f"{self.info.name} has a person with the external id {external_id!a} already; "
                     "put a person to replace it"
@@ -227,7 +231,7 @@ class Rows(ABC):
     def delete_expired(self, persons: Sequence[int]) -> list[int]:
         """Delete those of ``persons`` whose time has come; returns their ids."""
         found = self.find_all([int(person) for person in persons if is_id(person)])
-        gone = [person for person in found if is_expired(person.expires)]
+        gone = [person for person in found if is_expired(person.expires, self.clock)]
         for person in gone:
             self.delete(person)
         return [person.id for person in gone]

@@ -25,7 +25,7 @@ from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery import validation
 from plsc.gallery.rows import Change, MovableRows, Rows
 from plsc.gallery.validation import MAX_ID
-from plsc.gallery.values import Collection, FaceVectors, Migration, Person
+from plsc.gallery.values import Clock, Collection, FaceVectors, Migration, Person
 from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 class SecondSpaces(ABC):
     """What a :class:`plsc.gallery.store.Store` does with second spaces; it raises what that does."""
+
+    clock: Clock
 
     @abstractmethod
     def _reading(self, collection: str) -> AbstractContextManager[Rows]: ...
@@ -63,7 +65,7 @@ class SecondSpaces(ABC):
         """
         self._require(migrations=contract_id)
         validation.check_collection(collection, dim, contract_id)
-        migration = Migration(int(dim), contract_id, validation.now(), details=dict(details or {}))
+        migration = Migration(int(dim), contract_id, validation.now(self.clock), details=dict(details or {}))
 
         def work(rows: Rows, _: object) -> Migration:
             if rows.migration is not None:

@@ -8,6 +8,7 @@ backend, write a module with a subclass of each class and a function that opens 
 to :data:`plsc.gallery.backends.SERVERS`. The tests in tests/gallery run against every backend.
 """
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,6 +28,7 @@ from plsc.gallery.second_space import SecondSpaces
 from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
     KEEP,
+    Clock,
     Collection,
     Float32,
     IdempotentRequest,
@@ -84,11 +86,13 @@ class Store(SecondSpaces):
 
     Attributes:
         folder: where the store keeps its files; None: a server keeps them.
+        clock: tells who has expired, and what is due.
         supports: those of :data:`FEATURES` that the backend has; what needs another one is refused.
         seals: it encrypts its vectors, and :meth:`sealed` the files beside it.
     """
 
     folder: Path | None = None
+    clock: Clock = time
     supports: frozenset[str] = FEATURES
     seals: bool = False
 
@@ -245,7 +249,7 @@ class Store(SecondSpaces):
         """Return the persons among ``ids`` that exist, by id. The metadata may be shared: do not modify it."""
         with self._reading(collection) as rows:
             found = rows.find_all(sorted({int(id) for id in ids if is_id(id)}))
-        living = (one for one in found if not is_expired(one.expires))
+        living = (one for one in found if not is_expired(one.expires, self.clock))
         return {one.id: PersonSummary(one.id, one.name, one.metadata, one.external_id) for one in living}
 
     def update_person(

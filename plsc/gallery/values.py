@@ -6,7 +6,7 @@ have int64 ids, unique within their collection and never reused.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,16 @@ from plsc.persons import PersonSummary as PersonSummary
 from plsc.persons import Unchanged as Unchanged
 
 Float32 = npt.NDArray[np.float32]
+
+
+class Clock(Protocol):
+    """What a store reads times from, by default the module :mod:`time`."""
+
+    def time(self) -> float:
+        """Seconds since 1970, as the machine's clock is set."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment; setting the machine's clock changes nothing."""
 
 
 @dataclass(frozen=True)

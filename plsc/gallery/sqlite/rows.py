@@ -16,7 +16,7 @@ import numpy as np
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.rows import MovableRows
 from plsc.gallery.sqlite import records
-from plsc.gallery.sqlite.database import codec_of, corrupt_row
+from plsc.gallery.sqlite.database import clock_of, codec_of, corrupt_row
 from plsc.gallery.sqlite.records import Faces, StoredCollection, StoredMigration
 from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
 from plsc.gallery.validation import ValidPerson, kind_of, no_collection, now
@@ -39,7 +39,7 @@ class SqliteRows(MovableRows):
     """
 
     def __init__(self, db: sqlite3.Connection, number: int, info: Collection) -> None:
-        self.db, self.number, self.info = db, number, info
+        self.db, self.number, self.info, self.clock = db, number, info, clock_of(db)
         self.added: list[Faces] = []
         self.gone: list[int] = []
         self.touched: set[int] = set()
@@ -82,11 +82,11 @@ class SqliteRows(MovableRows):
         """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
         text, values = self._filter_clause(filter)
         condition = f"p.id > ?{text} AND (p.expires IS NULL OR p.expires > ?)"
-        return self.select(condition, [after, *values, now()], limit)
+        return self.select(condition, [after, *values, now(self.clock)], limit)
 
     def expired(self, limit: int) -> list[Person]:
         """Return up to ``limit`` persons whose time has come, by ascending id."""
-        return self.select("p.expires <= ?", [now()], limit)
+        return self.select("p.expires <= ?", [now(self.clock)], limit)
 
     def select(self, condition: str, values: Sequence[Any], limit: int = -1) -> list[Person]:
         """Return persons with their faces by ascending id; ``condition`` is SQL on ``persons p``, -1 means no limit."""
@@ -156,12 +156,12 @@ class SqliteRows(MovableRows):
     def expired_ids(self) -> list[int]:
         """Return the persons whose time has come."""
         text = "SELECT id FROM persons WHERE collection = ? AND expires <= ?"
-        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+        return [row[0] for row in self.db.execute(text, (self.number, now(self.clock)))]
 
     def expired_faces(self) -> list[int]:
         """Return the faces of the persons whose time has come."""
         text = "SELECT f.id FROM persons p JOIN faces f ON f.person = p.id WHERE p.collection = ? AND p.expires <= ?"
-        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+        return [row[0] for row in self.db.execute(text, (self.number, now(self.clock)))]
 
     # --- changes ---
 
@@ -169,7 +169,11 @@ class SqliteRows(MovableRows):
         """Insert ``persons`` and their faces under new ids."""
         if not persons:
             return []
-        first, face, created = records.last_id(self.db, "persons") + 1, records.last_id(self.db, "faces") + 1, now()
+        first, face, created = (
+            records.last_id(self.db, "persons") + 1,
+            records.last_id(self.db, "faces") + 1,
+            now(self.clock),
+        )
         made = []
         for id, person in enumerate(persons, first):
             ids = tuple(range(face, face + len(person.vectors)))
