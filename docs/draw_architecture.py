@@ -39,6 +39,7 @@ SUBJECTS = {
     "extensions": "names of other packages",
     "client": "HTTP client",
     "client_values": "its inputs and results",
+    "persons": "what both call a person",
     "image_files": "limits of pictures",
     "signing": "signed manifests",
     "text_files": "limits of lines",

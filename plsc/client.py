@@ -23,7 +23,6 @@ import numpy as np
 
 from plsc.arguments import as_integer, as_number
 from plsc.client_values import (
-    KEEP,
     Collection,
     Comparison,
     Filter,
@@ -33,9 +32,7 @@ from plsc.client_values import (
     NewPerson,
     Person,
     Picture,
-    Scalar,
     Snapshot,
-    Unchanged,
     Vector,
     input_as_json,
     inputs_as_json,
@@ -45,6 +42,7 @@ from plsc.client_values import (
     read_person,
 )
 from plsc.errors import DataError, PlscError, UsageError, masked, quoted
+from plsc.persons import KEEP, Scalar, Unchanged
 
 if TYPE_CHECKING:
     import httpx

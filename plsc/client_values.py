@@ -3,34 +3,25 @@
 from __future__ import annotations  # signatures in help() then read as they are written here
 
 import base64
-import enum
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from plsc.errors import DataError, UsageError
 from plsc.image_files import to_rgb
+from plsc.persons import Collection as StoredCollection
+from plsc.persons import Metadata, PersonSummary
 from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-Scalar = str | int | float | bool
 Filter = Mapping[str, Any]
-
-
-class Unchanged(enum.Enum):
-    """The type of :data:`KEEP`."""
-
-    KEEP = "keep"
-
-
-KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where None would remove it
 
 
 @dataclass(frozen=True)
@@ -58,15 +49,13 @@ Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] 
 
 
 @dataclass(frozen=True)
-class Collection:
-    """A collection; ``created`` is ISO 8601, UTC; ``threshold`` that of its model, None where the server has none."""
+class Collection(StoredCollection):
+    """A collection; ``threshold`` is that of its model, None where the server has none.
 
-    name: str
-    dim: int
-    contract_id: str
-    persons: int
-    faces: int
-    created: str
+    Its ``name``, ``dim``, ``contract_id``, counts of ``persons`` and ``faces``, and when it was ``created`` (ISO 8601,
+    UTC) come first.
+    """
+
     threshold: float | None = None
 
 
@@ -80,7 +69,7 @@ class NewPerson:
     """
 
     name: str | None = None
-    metadata: Mapping[str, Scalar] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
     faces: Sequence[Input] = ()
     external_id: str | None = None
     expires: str | None = None
@@ -95,9 +84,11 @@ class Known:
     score: float
 
 
-@dataclass(frozen=True)
-class Person:
-    """An enrolled person; ``faces`` are ids. Those of matches have neither ``faces`` nor ``created`` nor ``expires``.
+@dataclass(frozen=True, kw_only=True)
+class Person(PersonSummary):
+    """An enrolled person: ``id``, ``name``, ``metadata`` and ``external_id``, and what follows; ``faces`` are ids.
+
+    Those of matches have neither ``faces`` nor ``created`` nor ``expires``.
 
     Attributes:
         etag: names this state of the person, for ``if_match``; None in matches and lists.
@@ -105,12 +96,8 @@ class Person:
         keys: your own names of faces, by face, of those that have one.
     """
 
-    id: int
-    name: str | None
-    metadata: Mapping[str, Scalar]
     faces: tuple[int, ...] = ()
     created: str | None = None
-    external_id: str | None = None
     expires: str | None = None
     etag: str | None = field(default=None, compare=False)
     known: Known | None = field(default=None, compare=False)
@@ -232,10 +219,18 @@ def person_as_json(person: NewPerson) -> dict[str, Any]:
 
 def read_person(view: Mapping[str, Any], etag: str | None = None) -> Person:
     """The person that JSON of the service describes."""
-    faces = tuple(face["id"] for face in view.get("faces", ()))
-    about = (view["id"], view["name"], view["metadata"], faces, view.get("created"))
-    keys = {face["id"]: face["key"] for face in view.get("faces", ()) if face.get("key") is not None}
-    return Person(*about, view.get("external_id"), view.get("expires"), etag, read_known(view), keys)
+    return Person(
+        view["id"],
+        view["name"],
+        view["metadata"],
+        view.get("external_id"),
+        faces=tuple(face["id"] for face in view.get("faces", ())),
+        created=view.get("created"),
+        expires=view.get("expires"),
+        etag=etag,
+        known=read_known(view),
+        keys={face["id"]: face["key"] for face in view.get("faces", ()) if face.get("key") is not None},
+    )
 
 
 def read_known(view: Mapping[str, Any]) -> Known | None:

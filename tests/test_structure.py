@@ -22,7 +22,7 @@ import write_configuration  # noqa: E402
 ORDER = [
     "errors", "nearest", "extensions", "arguments", "progress", "regular_files", "text_files", "files", "signing",
     "image_files", "sizes", "toml_keys", "strict_toml", "feature_config",
-    "client_values", "client", "loggers", "native", "parallel",
+    "persons", "client_values", "client", "loggers", "native", "parallel",
     "collectives", "losses", "head", "devices", "optim", "", "models", "data", "embedding", "index", "evaluation",
     "api", "hub",
     "gallery", "serve", "arcface_torch", "config", "train", "plan", "features",

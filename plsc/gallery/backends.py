@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from plsc.nearest import nearest
 
 if TYPE_CHECKING:
     from plsc.gallery.store import Store
+    from plsc.gallery.values import Clock
 
 
 class Server(NamedTuple):
@@ -45,6 +47,7 @@ def open_store(
     latency_ms: float | None = None,
     compact_within: float = COMPACT_WITHIN,
     key_file: str | Path | None = None,
+    clock: Clock = time,
 ) -> Store:
     """Open the store that ``spec`` names; creates it if there is none.
 
@@ -57,6 +60,7 @@ def open_store(
             person who was deleted, or which were changed. Ignored by servers.
         key_file: with the master key of a folder's store whose vectors are encrypted, as ``openssl rand -base64 32``
             writes it; None: they are not.
+        clock: what tells who has expired, and what is due.
 
     Raises:
         UsageError: ``spec`` or an argument is invalid, or the backend's packages are not installed.
@@ -68,13 +72,20 @@ def open_store(
     if server is not None:
         module, _, function = server.opener.partition(":")
         opener: Callable[[str], Store] = getattr(importlib.import_module(module), function)
-        return opener(str(spec).partition(":")[2])
+        store = opener(str(spec).partition(":")[2])
+        store.clock = clock
+        return store
     if not str(spec):
         raise UsageError(f"no store is named: give a folder, {SPEC_FORMS}")
     from plsc.gallery.sqlite.store import SqliteStore
 
     return SqliteStore(
-        spec, precision=precision, latency_ms=latency_ms, compact_within=compact_within, key_file=key_file
+        spec,
+        precision=precision,
+        latency_ms=latency_ms,
+        compact_within=compact_within,
+        key_file=key_file,
+        clock=clock,
     )
 
 

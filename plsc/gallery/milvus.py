@@ -24,8 +24,8 @@ Tested against milvus-lite's server, which speaks Milvus' protocol in one proces
 requests, the expressions and the order of writing; it does not prove replication, balancing over nodes, the speed at
 scale, limits on the size of requests, nor that flushes, compaction and Strong consistency of a cluster keep their word.
 
-External ids, expiry dates, revisions and idempotency keys need a unique index or a transaction, which Milvus lacks:
-they are refused (:class:`UnsupportedError`).
+What else a store may support (:data:`plsc.gallery.store.FEATURES`) needs a unique index or a transaction, which Milvus
+lacks: it is refused (:class:`UnsupportedError`).
 """
 
 import threading
@@ -79,7 +79,7 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
 class MilvusStore(Store):
     """A :class:`plsc.gallery.store.Store` in Milvus; made by :func:`open_milvus`."""
 
-    lacks = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "keys of faces", "migrations"))
+    supports: frozenset[str] = frozenset()
 
     def __init__(self, server: MilvusServer) -> None:
         self._server = server
@@ -102,7 +102,7 @@ class MilvusStore(Store):
             self._acquire_writer_lease()
             if name in self._server.registered([name]):
                 return None
-            info = Collection(name, dim, contract_id, now(), 0, 0)
+            info = Collection(name, dim, contract_id, now(self.clock), 0, 0)
             entry = RegistryEntry(name, uuid.uuid4().hex[:16], info, 1)
             self._server.create(entry.key, dim)
             MilvusRows(self._server, entry).save()
@@ -142,12 +142,12 @@ class MilvusStore(Store):
 
     def stored_answer(self, token: str, key: str) -> StoredAnswer | None:
         """Refused: no answers are stored."""
-        self._refuse("idempotency keys", key)
+        self._require(idempotency_keys=key)
         return None
 
     def store_answer(self, idempotent: IdempotentRequest, result: Any) -> None:
         """Refused: no answers are stored."""
-        self._refuse("idempotency keys", idempotent)
+        self._require(idempotency_keys=idempotent)
 
     def forget_answers(self, before: str, most: int) -> int:
         """No answers are stored."""
@@ -200,7 +200,7 @@ class MilvusStore(Store):
         if self._is_writer and holder != self._process_id:
             raise StorageError("another process writes to this Milvus store now: open it again to take over")
         if not self._is_writer:
-            self._server.register(WRITER, {"process": self._process_id, "since": now()})
+            self._server.register(WRITER, {"process": self._process_id, "since": now(self.clock)})
             self._is_writer = True
             for key in self._server.keys() - {rows.entry.key for rows in self._all()}:
                 self._server.drop(key)  # of a collection whose creation or deletion was cut short

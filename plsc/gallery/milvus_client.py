@@ -224,7 +224,7 @@ def face_row(face: int, person: int, fits: dict[str, str], vector: Float32) -> R
 def read_person(row: Row, faces: Sequence[int]) -> Person:
     """Return the person of a row."""
     name, metadata, created = json.loads(row["body"])
-    return Person(row["id"], name, metadata, tuple(sorted(faces)), created, revision=0)
+    return Person(row["id"], name, metadata, faces=tuple(sorted(faces)), created=created, revision=0)
 
 
 # --- metadata and filters ---

@@ -1,6 +1,6 @@
 """A gallery's collection in Milvus: what readers may see of its rows, and changes by intents (plsc.gallery.milvus)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -134,7 +134,7 @@ class MilvusRows(Rows):
 
     def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
         """Insert persons with their faces under the next ids."""
-        made = number_persons(persons, self.entry.next_id, revision=0)
+        made = number_persons(persons, self.entry.next_id, self.clock, revision=0)
         faces = [
             face_row(face, person.id, encode_metadata(person.metadata), vector)
             for person, valid in zip(made, persons, strict=True)
@@ -207,6 +207,10 @@ class MilvusRows(Rows):
         rows = [face_row(face, person.id, fits, vector) for face, vector in zip(person.faces, vectors, strict=True)]
         self._server.write(self.entry.faces, rows)
         self._server.write(self.entry.persons, [person_row(person)])
+
+    def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
+        """Never called: the store refuses keys of faces."""
+        raise AssertionError("a store in Milvus has no keys of faces")
 
     def set_contract(self, contract_id: str) -> None:
         """Have the next insertion's entry, or that of :meth:`save_contract`, hold ``contract_id``."""

@@ -104,7 +104,7 @@ class PostgresStore(Store):
     def collections(self) -> list[Collection]:
         """See :class:`plsc.gallery.store.Store`, as for all that follows."""
         with self._transaction() as connection:
-            return [one.info for one in rows.all_collections(connection)]
+            return [one.info for one in rows.all_collections(connection, self.clock)]
 
     def collection(self, name: str) -> Collection:
         """Return one collection."""
@@ -118,33 +118,33 @@ class PostgresStore(Store):
             created = connection.execute(
                 "INSERT INTO plsc_collections (name, dim, contract_id, created) VALUES (%s, %s, %s, %s) "
                 "ON CONFLICT DO NOTHING RETURNING key",
-                [name, dim, contract_id, now()],
+                [name, dim, contract_id, now(self.clock)],
             ).fetchone()
             if created is None:
                 return None
-            info = rows.find_collection(connection, name).info
-            rows.insert_answer(connection, idempotent, info)
+            info = rows.find_collection(connection, name, self.clock).info
+            rows.insert_answer(connection, idempotent, info, self.clock)
             return info
 
     def delete_collection(self, name: str) -> None:
         """Delete a collection and everything in it."""
         with self._transaction() as connection:
-            key = rows.find_collection(connection, name, lock=True).key
+            key = rows.find_collection(connection, name, self.clock, lock=True).key
             connection.execute("DELETE FROM plsc_collections WHERE key = %s", [key])
 
     # --- changes and reads of one collection ---
 
     def _change(self, collection: str, change: Change[_T]) -> _T:
         with self._transaction() as connection:
-            found = rows.find_collection(connection, collection, lock=True)
+            found = rows.find_collection(connection, collection, self.clock, lock=True)
             result = change.work(found, change.check(found.info, found.migration))
-            rows.insert_answer(connection, change.idempotent, result)
+            rows.insert_answer(connection, change.idempotent, result, self.clock)
             return result
 
     @contextmanager
     def _reading(self, collection: str) -> Iterator[PostgresRows]:
         with self._transaction(read_only=True) as connection:
-            yield rows.find_collection(connection, collection)
+            yield rows.find_collection(connection, collection, self.clock)
 
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
         with self._reading(collection) as found:
@@ -159,7 +159,7 @@ class PostgresStore(Store):
             names = connection.execute(
                 "SELECT c.name FROM plsc_collections c WHERE EXISTS "
                 "(SELECT 1 FROM plsc_persons p WHERE p.collection = c.key AND p.expires <= %s)",
-                [now()],
+                [now(self.clock)],
             )
             return [row[0] for row in names]
 
@@ -171,7 +171,7 @@ class PostgresStore(Store):
     def store_answer(self, idempotent: IdempotentRequest, result: Any) -> None:
         """Store the answer to a request that changed nothing in the store."""
         with self._transaction() as connection:
-            rows.insert_answer(connection, idempotent, result)
+            rows.insert_answer(connection, idempotent, result, self.clock)
 
     def forget_answers(self, before: str, most: int) -> int:
         """See :class:`plsc.gallery.store.Store`."""
@@ -192,12 +192,12 @@ class PostgresStore(Store):
     def snapshot(self, target: Path) -> None:
         """Write everything, as of one moment, to the new folder ``target`` (see :mod:`plsc.gallery.transfer`)."""
         with self._transaction(read_only=True) as connection:
-            write_copy(target, [(one.info, one.everyone()) for one in rows.all_collections(connection)])
+            write_copy(target, [(one.info, one.everyone()) for one in rows.all_collections(connection, self.clock)])
 
     def check(self) -> dict[str, Any]:
         """Verify counts, ids and vectors; "checksums" says if Postgres guards its own pages."""
         with self._transaction(read_only=True) as connection:
-            found = rows.all_collections(connection)
+            found = rows.all_collections(connection, self.clock)
             for one in found:
                 one.check()
             expired = sum(len(one.expired_ids()) for one in found)

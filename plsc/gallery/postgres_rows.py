@@ -16,11 +16,12 @@ from plsc.errors import ConflictError, IntegrityError
 from plsc.gallery import validation
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
 from plsc.gallery.person_search import Fetch, Neighbours
-from plsc.gallery.rows import Rows
+from plsc.gallery.rows import MovableRows
 from plsc.gallery.second_space import exchanged
 from plsc.gallery.validation import Kind, ValidPerson, kind_of, now
 from plsc.gallery.values import (
     FORGOTTEN_AT_ONCE,
+    Clock,
     Collection,
     Float32,
     IdempotentRequest,
@@ -70,29 +71,30 @@ _PERSON = """SELECT p.id, p.name, p.metadata, p.created, p.external_id, p.revisi
 _ALIVE = " AND (p.expires IS NULL OR p.expires > %s)"
 
 
-def all_collections(connection: Any) -> list["PostgresRows"]:
+def all_collections(connection: Any, clock: Clock) -> list["PostgresRows"]:
     """Return every collection, by name."""
-    return [PostgresRows(connection, *row) for row in connection.execute(f"{_COLLECTION} ORDER BY name").fetchall()]
+    found = connection.execute(f"{_COLLECTION} ORDER BY name").fetchall()
+    return [PostgresRows(connection, clock, *row) for row in found]
 
 
-def find_collection(connection: Any, name: str, *, lock: bool = False) -> "PostgresRows":
+def find_collection(connection: Any, name: str, clock: Clock, *, lock: bool = False) -> "PostgresRows":
     """Return a collection; ``lock`` keeps other writers out until the transaction ends."""
     text = f"{_COLLECTION} WHERE name = %s" + (" FOR UPDATE" if lock else "")
     row = connection.execute(text, [name]).fetchone() if validation.is_collection_name(name) else None
     if row is None:
         raise validation.no_collection(name)
-    return PostgresRows(connection, *row)
+    return PostgresRows(connection, clock, *row)
 
 
-class PostgresRows(Rows):
+class PostgresRows(MovableRows):
     """A collection in a transaction of ``connection``.
 
     Attributes:
         key: of its row.
     """
 
-    def __init__(self, connection: Any, key: int, *about: Any) -> None:
-        self._connection, self.key, self.info = connection, key, Collection(*about)
+    def __init__(self, connection: Any, clock: Clock, key: int, *about: Any) -> None:
+        self._connection, self.clock, self.key, self.info = connection, clock, key, Collection(*about)
 
     # --- reads ---
 
@@ -107,23 +109,33 @@ class PostgresRows(Rows):
     def page(self, after: int, limit: int, filter: Filter | None) -> list[Person]:
         """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
         text, values = filter_clause(filter, "p.metadata")
-        return self._select(f"p.id > %s{_ALIVE}{text} ORDER BY p.id LIMIT %s", after, now(), *values, limit)
+        return self._select(f"p.id > %s{_ALIVE}{text} ORDER BY p.id LIMIT %s", after, now(self.clock), *values, limit)
 
     def expired(self, limit: int) -> list[Person]:
         """Return up to ``limit`` persons whose time has come."""
-        return self._select("p.expires <= %s ORDER BY p.expires LIMIT %s", now(), limit)
+        return self._select("p.expires <= %s ORDER BY p.expires LIMIT %s", now(self.clock), limit)
 
     def _select(self, condition: str, *values: Any) -> list[Person]:
         rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
         return [
-            Person(id, name, metadata, tuple(faces), created, external, revision, expires, _without_none(faces, keys))
+            Person(
+                id,
+                name,
+                metadata,
+                external,
+                faces=tuple(faces),
+                created=created,
+                revision=revision,
+                expires=expires,
+                keys=_without_none(faces, keys),
+            )
             for id, name, metadata, created, external, revision, expires, faces, keys in rows
         ]
 
     def expired_ids(self) -> list[int]:
         """Return the ids of the persons whose time has come."""
         text = "SELECT id FROM plsc_persons WHERE collection = %s AND expires <= %s"
-        return [row[0] for row in self._connection.execute(text, [self.key, now()])]
+        return [row[0] for row in self._connection.execute(text, [self.key, now(self.clock)])]
 
     def vectors_of(self, persons: Sequence[Person]) -> dict[int, Float32]:
         """Return {person: vectors (n, dim) in the order of the faces' ids}."""
@@ -182,7 +194,7 @@ class PostgresRows(Rows):
     def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
         """Insert persons and faces under the next ids."""
         count = sum(len(person.vectors) for person in persons)
-        made = validation.number_persons(persons, self._take_ids(len(persons), count))
+        made = validation.number_persons(persons, self._next_ids(len(persons), count), self.clock)
         with self._connection.cursor() as cursor:
             cursor.executemany(
                 "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) VALUES "
@@ -201,7 +213,7 @@ class PostgresRows(Rows):
 
     def insert_faces(self, owner: Person, vectors: Float32, second: Float32 | None) -> list[int]:
         """Insert faces of a person under the next ids, which are returned."""
-        first = self._take_ids(0, len(vectors))
+        first = self._next_ids(0, len(vectors))
         faces = list(range(first, first + len(vectors)))
         self._copy_faces((face, owner.id, vector) for face, vector in zip(faces, vectors, strict=True))
         if second is not None:
@@ -219,13 +231,13 @@ class PostgresRows(Rows):
     def delete(self, person: Person) -> None:
         """Delete a person; the faces go by ON DELETE CASCADE."""
         self._connection.execute("DELETE FROM plsc_persons WHERE collection = %s AND id = %s", [self.key, person.id])
-        self._take_ids(-1, -len(person.faces))
+        self._next_ids(-1, -len(person.faces))
 
     def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
         """Delete faces, all of which exist."""
         text = "DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])"
         self._connection.execute(text, [self.key, list(faces)])
-        self._take_ids(0, -len(faces))
+        self._next_ids(0, -len(faces))
 
     def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
         """Store keys of faces of a person, which have none."""
@@ -338,7 +350,7 @@ class PostgresRows(Rows):
     def _row(self, person: Person) -> dict[str, Any]:
         return {**vars(person), "key": self.key, "metadata": _metadata_json(person.metadata)}
 
-    def _take_ids(self, persons: int, faces: int) -> int:
+    def _next_ids(self, persons: int, faces: int) -> int:
         """Count rows to be inserted, or that were deleted; returns the first of as many new ids."""
         count = max(persons + faces, 0)
         last = self._connection.execute(
@@ -371,14 +383,14 @@ def _migration_values(migration: Migration) -> list[Any]:
 # --- answers under idempotency keys ---
 
 
-def insert_answer(connection: Any, idempotent: IdempotentRequest | None, result: object) -> None:
+def insert_answer(connection: Any, idempotent: IdempotentRequest | None, result: object, clock: Clock) -> None:
     """Store the answer to ``idempotent`` (None: nothing); :class:`ConflictError` if there is one."""
     if idempotent is None:
         return
     status, body = idempotent.answer(result)
     stored = connection.execute(
         "INSERT INTO plsc_idempotency VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING key",
-        [idempotent.token, idempotent.key, idempotent.fingerprint, status, body, now()],
+        [idempotent.token, idempotent.key, idempotent.fingerprint, status, body, now(clock)],
     ).fetchone()
     if stored is None:
         raise ConflictError("the request of this Idempotency-Key was done meanwhile; send it again")

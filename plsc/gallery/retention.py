@@ -4,7 +4,6 @@ These are pictures of faces that another service deleted from a store that both 
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
@@ -44,11 +43,12 @@ class Retention:
         within: float = COMPACT_WITHIN,
     ) -> None:
         self._store, self._thumbnails, self._deleted = store, thumbnails, deleted
+        self._clock = store.clock
         self._pause = within * _SWEEP_PART
         self._sweep: Iterator[None] | None = None
-        self._sweep_due = time.monotonic()
+        self._sweep_due = self._clock.monotonic()
         self._closing = threading.Event()
-        self._answers_due = time.monotonic()
+        self._answers_due = self._clock.monotonic()
         self._thread = threading.Thread(target=self._run, name="gallery retention", daemon=True)
         self._thread.start()
 
@@ -73,22 +73,22 @@ class Retention:
         while not self._closing.is_set() and self._thumbnails.delete_expired(self._deleted):
             pass
         self._sweep_for_a_while()
-        if time.monotonic() >= self._answers_due:
-            while self._store.forget_answers(now(-ANSWERS_KEPT), MAX_ANSWERS) >= FORGOTTEN_AT_ONCE:
+        if self._clock.monotonic() >= self._answers_due:
+            while self._store.forget_answers(now(self._clock, -ANSWERS_KEPT), MAX_ANSWERS) >= FORGOTTEN_AT_ONCE:
                 if self._closing.wait(_PIECE_PAUSE):  # for changes that waited
                     return
-            self._answers_due = time.monotonic() + _ANSWERS_SECONDS
+            self._answers_due = self._clock.monotonic() + _ANSWERS_SECONDS
 
     def _sweep_for_a_while(self) -> None:
         """Go on with the sweep of pictures, or begin one that is due."""
         if self._store.folder is not None:  # no other process deletes from it
             return
         if self._sweep is None:
-            if time.monotonic() < self._sweep_due:
+            if self._clock.monotonic() < self._sweep_due:
                 return
             self._sweep = self._thumbnails.sweep()
-        pause_at = time.monotonic() + _SWEPT_AT_ONCE
+        pause_at = self._clock.monotonic() + _SWEPT_AT_ONCE
         for _ in self._sweep:
-            if time.monotonic() >= pause_at or self._closing.is_set():
+            if self._clock.monotonic() >= pause_at or self._closing.is_set():
                 return
-        self._sweep, self._sweep_due = None, time.monotonic() + self._pause
+        self._sweep, self._sweep_due = None, self._clock.monotonic() + self._pause

@@ -1,5 +1,6 @@
 """A collection in one transaction of its store: the primitives that a backend gives, and what is made of them."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +9,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from plsc.embedding.contracts import joined
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError
+from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
 from plsc.gallery.validation import ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
+    Clock,
     Collection,
     Float32,
     IdempotentRequest,
@@ -32,9 +34,11 @@ class Rows(ABC):
 
     Attributes:
         info: the collection.
+        clock: the store's.
     """
 
     info: Collection
+    clock: Clock = time
 
     @property
     def current(self) -> Collection:
@@ -83,69 +87,25 @@ class Rows(ABC):
     def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
         """Delete faces of a person."""
 
+    @abstractmethod
     def put_keys(self, owner: Person, keys: Mapping[int, str]) -> None:
         """Store keys of faces of a person, which have none; :meth:`delete_faces` deletes them with the faces."""
-        raise UnsupportedError(f"a {type(self).__name__.removesuffix('Rows')} store has no keys of faces")
 
     @abstractmethod
     def set_contract(self, contract_id: str) -> None:
         """Store ``contract_id`` as the collection's, and have ``info`` say so."""
 
-    # --- the second space, in backends that do not list "migrations" in what they lack ---
-
     @property
     def migration(self) -> Migration | None:
-        """The collection's migration; all below is called while there is one, but for :meth:`begin_migration`."""
+        """The collection's migration; None: it has no second space (:class:`MovableRows`)."""
         return None
-
-    def begin_migration(self, migration: Migration) -> None:
-        """Give the faces room for vectors of another model."""
-        raise UnsupportedError(f"a {type(self).__name__.removesuffix('Rows')} store cannot move to another model")
-
-    def update_migration(self, migration: Migration) -> None:
-        """Store ``migration`` in place of the former one."""
-        raise NotImplementedError
-
-    def end_migration(self) -> None:
-        """Delete the second space with its vectors."""
-        raise NotImplementedError
-
-    def exchange_spaces(self) -> None:
-        """Make the second space, in which every face has a vector, the searched one, and the reverse."""
-        raise NotImplementedError
-
-    def put_second(self, person: int, faces: Sequence[int], vectors: Float32, *, is_estimated: bool) -> None:
-        """Store vectors (n, dim) of faces of a person in the second space, in place of those that they have there."""
-        raise NotImplementedError
-
-    def second_vectors(self, persons: Sequence[Person]) -> dict[int, SecondVector]:
-        """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
-        raise NotImplementedError
-
-    def estimated_faces(self, persons: Sequence[Person]) -> set[int]:
-        """Return the faces of ``persons`` whose searched vectors are estimates."""
-        raise NotImplementedError
-
-    def count_second(self) -> tuple[int, int]:
-        """Return how many faces have no vector in the second space, and how many an estimate."""
-        raise NotImplementedError
-
-    def lacking(self, after: int, limit: int, *, estimated: bool) -> list[int]:
-        """Return up to ``limit`` persons above ``after``, by id, of whom a face has no vector in the second space.
-
-        Args:
-            after: an id.
-            limit: how many at most.
-            estimated: return those with an estimate, too.
-        """
-        raise NotImplementedError
 
     # --- reads made of them ---
 
     def require(self, person: Any) -> Person:
         """Return a person; :class:`NotFoundError` if there is none, or the time of it has come."""
         found = self.find_all([int(person)]) if is_id(person) else []
-        if not found or is_expired(found[0].expires):
+        if not found or is_expired(found[0].expires, self.clock):
             raise NotFoundError(f"{self.info.name} has no person {ascii(person)[:80]}")
         return found[0]
 
@@ -159,7 +119,7 @@ class Rows(ABC):
     def living(self, external_id: str) -> Person | None:
         """Return the person with an external id whose time has not come."""
         found = self.find_external(external_id)
-        return None if found is None or is_expired(found.expires) else found
+        return None if found is None or is_expired(found.expires, self.clock) else found
 
     def everyone(self) -> Iterator[tuple[Person, Float32]]:
         """Yield every person with the vectors, by id."""
@@ -191,7 +151,7 @@ class Rows(ABC):
             former = self.find_external(external_id)
             if former is None:
                 continue
-            if not is_expired(former.expires):
+            if not is_expired(former.expires, self.clock):
                 raise ConflictError(
                     f"{self.info.name} has a person with the external id {external_id!a} already; "
                     "put a person to replace it"
@@ -271,7 +231,7 @@ class Rows(ABC):
     def delete_expired(self, persons: Sequence[int]) -> list[int]:
         """Delete those of ``persons`` whose time has come; returns their ids."""
         found = self.find_all([int(person) for person in persons if is_id(person)])
-        gone = [person for person in found if is_expired(person.expires)]
+        gone = [person for person in found if is_expired(person.expires, self.clock)]
         for person in gone:
             self.delete(person)
         return [person.id for person in gone]
@@ -281,6 +241,58 @@ class Rows(ABC):
         changed = replace(changed, revision=former.revision + 1 if former.revision else 0)
         self.update(former, changed)
         return changed
+
+
+class MovableRows(Rows):
+    """Rows of a backend that supports migrations: the primitives of the second space.
+
+    But for :meth:`begin_migration` they are called while there is a migration.
+    """
+
+    @abstractmethod
+    def begin_migration(self, migration: Migration) -> None:
+        """Give the faces room for vectors of another model."""
+
+    @abstractmethod
+    def update_migration(self, migration: Migration) -> None:
+        """Store ``migration`` in place of the former one."""
+
+    @abstractmethod
+    def end_migration(self) -> None:
+        """Delete the second space with its vectors."""
+
+    def exchange_spaces(self) -> None:
+        """Make the second space, in which every face has a vector, the searched one, and the reverse.
+
+        Not called by a store with a method of its own for it.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def put_second(self, person: int, faces: Sequence[int], vectors: Float32, *, is_estimated: bool) -> None:
+        """Store vectors (n, dim) of faces of a person in the second space, in place of those that they have there."""
+
+    @abstractmethod
+    def second_vectors(self, persons: Sequence[Person]) -> dict[int, SecondVector]:
+        """Return {face: its vector in the second space}, of the faces of ``persons`` that have one."""
+
+    @abstractmethod
+    def estimated_faces(self, persons: Sequence[Person]) -> set[int]:
+        """Return the faces of ``persons`` whose searched vectors are estimates."""
+
+    @abstractmethod
+    def count_second(self) -> tuple[int, int]:
+        """Return how many faces have no vector in the second space, and how many an estimate."""
+
+    @abstractmethod
+    def lacking(self, after: int, limit: int, *, estimated: bool) -> list[int]:
+        """Return up to ``limit`` persons above ``after``, by id, of whom a face has no vector in the second space.
+
+        Args:
+            after: an id.
+            limit: how many at most.
+            estimated: return those with an estimate, too.
+        """
 
 
 def same_faces(new: Float32, own: Float32) -> list[tuple[int, int]]:

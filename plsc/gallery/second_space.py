@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery import validation
-from plsc.gallery.rows import Change, Rows
+from plsc.gallery.rows import Change, MovableRows, Rows
 from plsc.gallery.validation import MAX_ID
-from plsc.gallery.values import Collection, FaceVectors, Migration, Person
+from plsc.gallery.values import Clock, Collection, FaceVectors, Migration, Person
 from plsc.index.rows import unit_vectors
 
 _T = TypeVar("_T")
@@ -34,6 +34,8 @@ _T = TypeVar("_T")
 class SecondSpaces(ABC):
     """What a :class:`plsc.gallery.store.Store` does with second spaces; it raises what that does."""
 
+    clock: Clock
+
     @abstractmethod
     def _reading(self, collection: str) -> AbstractContextManager[Rows]: ...
 
@@ -41,7 +43,7 @@ class SecondSpaces(ABC):
     def _change(self, collection: str, change: Change[_T]) -> _T: ...
 
     @abstractmethod
-    def _refuse(self, what: str, given: object) -> None: ...
+    def _require(self, **given: object) -> None: ...
 
     def migration(self, collection: str) -> Migration | None:
         """Return the migration of a collection; None: it has no second space."""
@@ -61,13 +63,14 @@ class SecondSpaces(ABC):
         Raises:
             ConflictError: it has one already, or ``contract_id`` is that of its own vectors.
         """
-        self._refuse("migrations", contract_id)
+        self._require(migrations=contract_id)
         validation.check_collection(collection, dim, contract_id)
-        migration = Migration(int(dim), contract_id, validation.now(), details=dict(details or {}))
+        migration = Migration(int(dim), contract_id, validation.now(self.clock), details=dict(details or {}))
 
         def work(rows: Rows, _: object) -> Migration:
             if rows.migration is not None:
                 raise ConflictError(f"{collection} is being moved to another model already; finish that, or cancel it")
+            assert isinstance(rows, MovableRows), "the backend supports migrations"
             rows.begin_migration(migration)
             return migration
 
@@ -86,10 +89,10 @@ class SecondSpaces(ABC):
         """
 
         def work(rows: Rows, _: object) -> Migration:
-            migration = _migrating(rows)
+            movable, migration = _migrating(rows)
             _check_contracts(rows, contract_ids)
             changed = replace(migration, details={**migration.details, **details})
-            rows.update_migration(changed)
+            movable.update_migration(changed)
             return changed
 
         return self._change(collection, Change(work))
@@ -107,10 +110,10 @@ class SecondSpaces(ABC):
         """
         validation.check_page(after, limit)
         with self._reading(collection) as rows:
-            _migrating(rows)
-            ids = rows.lacking(min(max(int(after), 0), MAX_ID), min(int(limit), MAX_ID), estimated=estimated)
+            movable, _ = _migrating(rows)
+            ids = movable.lacking(min(max(int(after), 0), MAX_ID), min(int(limit), MAX_ID), estimated=estimated)
             persons = rows.find_all(ids)
-            found = rows.second_vectors(persons)
+            found = movable.second_vectors(persons)
         lacks = {face for face, second in found.items() if second.is_estimated and estimated}
         return [
             (person, tuple(face for face in person.faces if face not in found or face in lacks)) for person in persons
@@ -124,11 +127,11 @@ class SecondSpaces(ABC):
         With ``contract_ids`` of the searched space and the second one: :class:`ConflictError` if they are others now.
         """
         with self._reading(collection) as rows:
-            _migrating(rows)
+            movable, _ = _migrating(rows)
             _check_contracts(rows, contract_ids)
             found = rows.require(person)
-            searched, second = rows.vectors_of([found])[found.id], rows.second_vectors([found])
-            estimated = rows.estimated_faces([found])
+            searched, second = rows.vectors_of([found])[found.id], movable.second_vectors([found])
+            estimated = movable.estimated_faces([found])
         both = {
             face: FaceVectors(vector, second.get(face), face in estimated)
             for face, vector in zip(found.faces, searched, strict=True)
@@ -143,8 +146,7 @@ class SecondSpaces(ABC):
     def count_second(self, collection: str) -> tuple[int, int]:
         """Return how many faces have no second vector, and how many an estimate."""
         with self._reading(collection) as rows:
-            _migrating(rows)
-            return rows.count_second()
+            return _migrating(rows)[0].count_second()
 
     def put_second_vectors(
         self,
@@ -174,13 +176,13 @@ class SecondSpaces(ABC):
             }
 
         def work(rows: Rows, checked: dict[int, dict[int, Any]]) -> int:
-            count = 0
+            count, (movable, _) = 0, _migrating(rows)
             for person in rows.find_all([id for id in checked if validation.is_id(id)]):
-                known = rows.second_vectors([person]) if estimated else {}
+                known = movable.second_vectors([person]) if estimated else {}
                 kept = {face for face, second in known.items() if not second.is_estimated}
                 new = {face: row for face, row in checked[person.id].items() if face in {*person.faces} - kept}
                 if new:
-                    rows.put_second(person.id, list(new), np.stack([*new.values()]), is_estimated=estimated)
+                    movable.put_second(person.id, list(new), np.stack([*new.values()]), is_estimated=estimated)
                 count += len(new)
             return count
 
@@ -197,7 +199,7 @@ class SecondSpaces(ABC):
 
         def work(rows: Rows, _: object) -> Collection:
             if must_exchange(rows, contract_id):
-                rows.exchange_spaces()
+                _migrating(rows)[0].exchange_spaces()
             return rows.info
 
         return self._change(collection, Change(work))
@@ -206,17 +208,19 @@ class SecondSpaces(ABC):
         """Delete the second space of a collection, which is of ``contract_id``, with all vectors in it."""
 
         def work(rows: Rows, _: object) -> None:
-            if _migrating(rows).contract_id != contract_id:
+            movable, migration = _migrating(rows)
+            if migration.contract_id != contract_id:
                 raise ConflictError(f"the second space of {collection} is of another contract; look at its migration")
-            rows.end_migration()
+            movable.end_migration()
 
         self._change(collection, Change(work, deleting=True))
 
 
-def _migrating(rows: Rows) -> Migration:
-    if rows.migration is None:
+def _migrating(rows: Rows) -> tuple[MovableRows, Migration]:
+    migration = rows.migration
+    if migration is None or not isinstance(rows, MovableRows):
         raise NotFoundError(f"{rows.info.name} is not being moved to another model; begin a migration")
-    return rows.migration
+    return rows, migration
 
 
 def _check_contracts(rows: Rows, contract_ids: Sequence[str] | None) -> None:
@@ -225,7 +229,7 @@ def _check_contracts(rows: Rows, contract_ids: Sequence[str] | None) -> None:
         return
     searched, second = contract_ids
     validation.check_contract(rows.current, searched)
-    if _migrating(rows).contract_id != second:
+    if _migrating(rows)[1].contract_id != second:
         raise ConflictError(f"{rows.info.name} is being moved to another model since; look at its migration")
 
 
@@ -238,14 +242,14 @@ def is_same_move(one: Migration | None, other: Migration | None) -> bool:
 
 def must_exchange(rows: Rows, contract_id: str) -> bool:
     """Return False if searches read vectors of ``contract_id`` already; raises as ``exchange_spaces``."""
-    migration = _migrating(rows)
+    movable, migration = _migrating(rows)
     if rows.info.contract_id == contract_id:
         return False
     if migration.contract_id != contract_id:
         raise ConflictError(
             f"{rows.info.name} has no space of the contract {ascii(contract_id)[:80]}; look at its migration"
         )
-    lacking, _ = rows.count_second()
+    lacking, _ = movable.count_second()
     if lacking:
         raise ConflictError(
             f"{lacking} faces of {rows.info.name} have no vector of that model; "

@@ -8,6 +8,7 @@ backend, write a module with a subclass of each class and a function that opens 
 to :data:`plsc.gallery.backends.SERVERS`. The tests in tests/gallery run against every backend.
 """
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,6 +28,7 @@ from plsc.gallery.second_space import SecondSpaces
 from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
     KEEP,
+    Clock,
     Collection,
     Float32,
     IdempotentRequest,
@@ -42,6 +44,8 @@ from plsc.gallery.values import (
 )
 from plsc.index.rows import unit_vectors
 
+# What not every backend supports.
+FEATURES = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "keys of faces", "migrations"))
 _NONE: Final[Mapping[str, npt.ArrayLike]] = MappingProxyType({})
 _T = TypeVar("_T")
 
@@ -73,7 +77,8 @@ class Store(SecondSpaces):
     :class:`UsageError` for vectors that are not finite numbers (n, dim) with a direction, and for an invalid name,
     metadata, filter or k; :class:`ConflictError` for a collection or external id that already exists or vectors of
     another contract id; :class:`PreconditionError` where a ``precondition`` does not hold; :class:`StorageError` if the
-    store cannot write; :class:`UnsupportedError` for what the backend lacks. After any of them nothing has changed.
+    store cannot write; :class:`UnsupportedError` for what the backend does not support. After any of them nothing has
+    changed.
 
     A person whose time has come (``expires``) is found by no method but :meth:`expired`, and is deleted by
     :meth:`delete_expired`. With ``idempotent`` a method stores the request's answer in the transaction of its change,
@@ -81,12 +86,14 @@ class Store(SecondSpaces):
 
     Attributes:
         folder: where the store keeps its files; None: a server keeps them.
-        lacks: what the backend has not, as :class:`UnsupportedError` names it.
+        clock: tells who has expired, and what is due.
+        supports: those of :data:`FEATURES` that the backend has; what needs another one is refused.
         seals: it encrypts its vectors, and :meth:`sealed` the files beside it.
     """
 
     folder: Path | None = None
-    lacks: frozenset[str] = frozenset()
+    clock: Clock = time
+    supports: frozenset[str] = FEATURES
     seals: bool = False
 
     # --- what a backend gives besides the methods that are abstract below ---
@@ -107,11 +114,18 @@ class Store(SecondSpaces):
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
         """Search as ``query`` asks."""
 
-    def _refuse(self, what: str, given: object) -> None:
-        """Raise :class:`UnsupportedError` if something was given that needs what the backend lacks."""
-        if given is not None and what in self.lacks:
-            backend = type(self).__name__.removesuffix("Store")
-            raise UnsupportedError(f"a store in {backend} has no {what}; leave them out, or use a folder or Postgres")
+    def _require(self, **given: object) -> None:
+        """Raise :class:`UnsupportedError` if what a feature (``external_ids``, …) is needed for was given, not None."""
+        for name, value in given.items():
+            feature = name.replace("_", " ")
+            if value is not None and feature not in self.supports:
+                backend = type(self).__name__.removesuffix("Store")
+                hint = "leave them out, or use a folder or Postgres"
+                raise UnsupportedError(f"a store in {backend} has no {feature}; {hint}")
+
+    def _require_for(self, persons: Sequence[NewPerson]) -> None:
+        for one in persons:
+            self._require(external_ids=one.external_id, expiry_dates=one.expires, keys_of_faces=_any_of(one.keys))
 
     # --- files beside the store, each of a face ---
 
@@ -137,7 +151,7 @@ class Store(SecondSpaces):
         self, name: str, dim: int, contract_id: str, *, idempotent: IdempotentRequest | None = None
     ) -> Collection:
         """Create a collection. A name is 1 to 64 letters, digits, ``_``, ``-`` or ``.``, beginning with a letter."""
-        self._refuse("idempotency keys", idempotent)
+        self._require(idempotency_keys=idempotent)
         validation.check_collection(name, dim, contract_id)
         created = self._create(name, int(dim), contract_id, idempotent)
         if created is None:
@@ -176,11 +190,8 @@ class Store(SecondSpaces):
 
         With ``compatible_with``, and if there is a vector, the same change admits the model (:meth:`admit_model`).
         """
-        self._refuse("idempotency keys", idempotent)
-        for person in persons:
-            self._refuse("external ids", person.external_id)
-            self._refuse("expiry dates", person.expires)
-            self._refuse("keys of faces", next(filter(None, person.keys), None))
+        self._require(idempotency_keys=idempotent)
+        self._require_for(persons)
 
         def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
             return validation.check_persons(persons, contract_id, info, migration, compatible_with)
@@ -202,8 +213,7 @@ class Store(SecondSpaces):
         ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
         validation.check_external_id(person.external_id)
-        self._refuse("external ids", person.external_id)
-        self._refuse("keys of faces", next(filter(None, person.keys), None))
+        self._require_for([person])
 
         def check(info: Collection, migration: Migration | None) -> ValidPerson:
             return validation.check_persons([person], contract_id, info, migration, compatible_with)[0]
@@ -219,7 +229,7 @@ class Store(SecondSpaces):
     def find_person(self, collection: str, external_id: str) -> Person:
         """Return the person with an external id."""
         validation.check_external_id(external_id)
-        self._refuse("external ids", external_id)
+        self._require(external_ids=external_id)
         with self._reading(collection) as rows:
             found = rows.living(external_id)
         if found is None:
@@ -239,7 +249,7 @@ class Store(SecondSpaces):
         """Return the persons among ``ids`` that exist, by id. The metadata may be shared: do not modify it."""
         with self._reading(collection) as rows:
             found = rows.find_all(sorted({int(id) for id in ids if is_id(id)}))
-        living = (one for one in found if not is_expired(one.expires))
+        living = (one for one in found if not is_expired(one.expires, self.clock))
         return {one.id: PersonSummary(one.id, one.name, one.metadata, one.external_id) for one in living}
 
     def update_person(
@@ -253,14 +263,13 @@ class Store(SecondSpaces):
         precondition: Precondition | None = None,
     ) -> Person:
         """Change the name or the expiry, or replace the metadata of a person; None removes a name or an expiry."""
-        self._refuse("revisions", precondition)
-        self._refuse("expiry dates", None if expires is KEEP else expires)
+        self._require(revisions=precondition, expiry_dates=None if expires is KEEP else expires)
         fields = validation.check_fields(name=name, metadata=metadata, expires=expires)
         return self._change(collection, Change(lambda rows, _: rows.set_fields(person, fields, precondition)))
 
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
         """Delete a person and all faces: no later search finds them."""
-        self._refuse("revisions", precondition)
+        self._require(revisions=precondition)
         self._change(
             collection, Change(lambda rows, _: rows.delete(rows.expected(person, precondition)), deleting=True)
         )
@@ -283,8 +292,7 @@ class Store(SecondSpaces):
         Likewise one with a key that the person has without any, by its embedding (of one model, cosine 0.99): that
         gets the key. ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
-        self._refuse("idempotency keys", idempotent)
-        self._refuse("keys of faces", next(filter(None, keys), None))
+        self._require(idempotency_keys=idempotent, keys_of_faces=_any_of(keys))
 
         def check(info: Collection, migration: Migration | None) -> tuple[Any, ...]:
             own, second = validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)
@@ -295,7 +303,7 @@ class Store(SecondSpaces):
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete one face of a person."""
-        self._refuse("revisions", precondition)
+        self._require(revisions=precondition)
         self._change(collection, Change(lambda rows, _: rows.delete_face(person, face, precondition), deleting=True))
 
     def vectors(self, collection: str, person: int, contract_id: str | None = None) -> Float32:
@@ -426,6 +434,10 @@ def _naming(
         return work(rows, checked)
 
     return admit_and_work
+
+
+def _any_of(keys: Sequence[str | None]) -> str | None:
+    return next(filter(None, keys), None)
 
 
 def _check_filter(filter: Filter | None) -> None:

@@ -4,6 +4,7 @@ import enum
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from plsc.embedding.contracts import may_search
 from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
-from plsc.gallery.values import KEEP, Collection, Float32, Migration, NewPerson, Person
+from plsc.gallery.values import KEEP, Clock, Collection, Float32, Migration, NewPerson, Person
 from plsc.index.rows import unit_vectors
 
 LENGTH_TOLERANCE = 1e-3  # of a vector that a server gives back
@@ -65,14 +66,14 @@ def kind_of(value: Any) -> Kind:
     return Kind.TEXT if isinstance(value, str) else Kind.NUMBER
 
 
-def now(later: timedelta = timedelta()) -> str:
+def now(clock: Clock = time, later: timedelta = timedelta()) -> str:
     """Return the time, or a later one, as ISO 8601, UTC, to the millisecond: such texts sort as their times do."""
-    return _utc(datetime.now(UTC) + later)
+    return _utc(datetime.fromtimestamp(clock.time(), UTC) + later)
 
 
-def is_expired(expires: str | None) -> bool:
+def is_expired(expires: str | None, clock: Clock) -> bool:
     """Return True if the time at which something expires (None: never) has come."""
-    return expires is not None and expires <= now()
+    return expires is not None and expires <= now(clock)
 
 
 def check_collection(name: str, dim: int, contract_id: str) -> None:
@@ -321,13 +322,13 @@ def check_keys(keys: Sequence[str | None], faces: int) -> tuple[str | None, ...]
     return tuple(keys)
 
 
-def number_persons(persons: Sequence[ValidPerson], first: int, *, revision: int = 1) -> list[Person]:
+def number_persons(persons: Sequence[ValidPerson], first: int, clock: Clock, *, revision: int = 1) -> list[Person]:
     """Return ``persons`` as they are to be stored under ids from ``first`` on, each followed by those of its faces."""
-    made, created = list[Person](), now()
+    made, created = list[Person](), now(clock)
     for person in persons:
         faces = tuple(range(first + 1, first + 1 + len(person.vectors)))
-        about = (person.name, person.metadata, faces, created, person.external_id)
-        made.append(Person(first, *about, revision, person.expires))
+        about = (person.name, person.metadata, person.external_id)
+        made.append(Person(first, *about, faces=faces, created=created, revision=revision, expires=person.expires))
         first += 1 + len(faces)
     return made
 

@@ -6,36 +6,29 @@ have int64 ids, unique within their collection and never reused.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from plsc.client_values import KEEP as KEEP
-from plsc.client_values import Unchanged as Unchanged
 from plsc.errors import PreconditionError
+from plsc.persons import KEEP as KEEP
+from plsc.persons import Collection as Collection
+from plsc.persons import Metadata as Metadata
+from plsc.persons import PersonSummary as PersonSummary
+from plsc.persons import Unchanged as Unchanged
 
 Float32 = npt.NDArray[np.float32]
-Scalar = str | int | float | bool
-Metadata = Mapping[str, Scalar]
 
 
-@dataclass(frozen=True)
-class Collection:
-    """A named set of persons whose vectors have ``dim`` numbers and come from one model.
+class Clock(Protocol):
+    """What a store reads times from, by default the module :mod:`time`."""
 
-    Attributes:
-        contract_id: fingerprint of the model and preprocessing that made the vectors; of several models that are
-            compatible, theirs with commas between (:mod:`plsc.embedding.contracts`).
-        created: ISO 8601, UTC.
-    """
+    def time(self) -> float:
+        """Seconds since 1970, as the machine's clock is set."""
 
-    name: str
-    dim: int
-    contract_id: str
-    created: str
-    persons: int
-    faces: int
+    def monotonic(self) -> float:
+        """Seconds since some moment; setting the machine's clock changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +98,8 @@ class NewPerson:
     keys: Sequence[str | None] = ()
 
 
-@dataclass(frozen=True)
-class Person:
+@dataclass(frozen=True, kw_only=True)
+class Person(PersonSummary):
     """A stored person.
 
     Attributes:
@@ -117,25 +110,11 @@ class Person:
         keys: the callers' own names of faces, by face, of those that have one.
     """
 
-    id: int
-    name: str | None
-    metadata: Metadata
     faces: tuple[int, ...]
     created: str
-    external_id: str | None = None
     revision: int = 1
     expires: str | None = None
     keys: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PersonSummary:
-    """The part of a person that is shown with a match."""
-
-    id: int
-    name: str | None
-    metadata: Metadata
-    external_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ async def read_enrolment(
             id,
             body.name,
             body.metadata,
-            tuple(faces),
-            created,
             body.external_id,
+            faces=tuple(faces),
+            created=created,
             expires=body.expires,
             keys={face: given.key for face, given in zip(faces, body.faces, strict=True) if given.key is not None},
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.moved_clock import MovedClock, compact_in_time
 from support.stores import content_of, faces
-from support.waiting import wait_until
 
 from plsc.errors import StorageError
 from plsc.gallery.sqlite import database, rewriting
@@ -93,12 +93,14 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.live
 def test_texts_of_the_deleted_and_changed_leave_all_files_in_time(tmp_path: Path, options: dict[str, Any]) -> None:
-    store = SqliteStore(tmp_path / "store", compact_within=2, **options)
+    store = SqliteStore(tmp_path / "store", clock=(clock := MovedClock()), **options)
     people = People(store)
     people.live(150)
-    wait_until(lambda: texts_in(store.folder) == people.texts)
+    compact_in_time(store, clock)
+    assert texts_in(store.folder) == people.texts
     people.change()  # which alone is a reason, too
-    wait_until(lambda: texts_in(store.folder) == people.texts)
+    compact_in_time(store, clock)
+    assert texts_in(store.folder) == people.texts
     store.check()
     store.close()
     assert texts_in(store.folder) == people.texts

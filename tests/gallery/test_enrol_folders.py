@@ -211,11 +211,11 @@ def test_faces_that_a_former_version_enrolled_are_not_sent_twice(live, folder):
 def test_faces_of_another_model_are_taken_for_the_pictures_where_there_are_as_many(tmp_path, folder):
     enroller = Enrolment(
         client := Mock(spec=plsc.Client),
-        Collection("people", 8, "former", 1, 2, "2026"),
+        Collection("people", 8, "former", "2026", 1, 2),
         folder,
         {"limits": {"inputs": 2, "body_bytes": 10**6}, "model": {"contract_id": "later"}, "next_model": None},
     )
-    client.person_by_external_id.return_value = Person(7, "Mary", {}, (1, 2, 3, 4, 5))
+    client.person_by_external_id.return_value = Person(7, "Mary", {}, faces=(1, 2, 3, 4, 5))
     pictures = [f"Mary/{number}.png" for number in range(5)]
     assert enroller.enrol("Mary", pictures, "skip") == Outcome("Mary", "there", 7)
     client.add_faces.assert_not_called()

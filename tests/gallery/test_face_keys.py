@@ -21,7 +21,7 @@ from plsc.gallery.values import NewPerson, Person
 @pytest.fixture
 def keyed(store: Store) -> Store:
     """A store that takes keys."""
-    if "keys of faces" in store.lacks:
+    if "keys of faces" not in store.supports:
         with pytest.raises(UnsupportedError, match="has no keys of faces"):
             store.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL)
         pytest.skip("it takes none, and says so")

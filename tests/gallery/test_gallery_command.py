@@ -109,7 +109,7 @@ def test_external_ids_and_expiry_go_round(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ann = Person(7, "Ann", {"n": 1}, (3, 4), "2026-01-01T00:00:00.000Z")
+    ann = Person(7, "Ann", {"n": 1}, faces=(3, 4), created="2026-01-01T00:00:00.000Z")
     about = Collection("people", 3, "m", "2026-01-01T00:00:00.000Z", 1, 2)
     write_copy(tmp_path / "copy", [(about, [(ann, np.eye(3, dtype=np.float32)[:2])])])
     assert gallery("check", tmp_path / "copy") == 0

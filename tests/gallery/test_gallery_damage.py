@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.encrypted_store import DIM, GALLERY, MODEL, faces
+from support.moved_clock import compact_in_time
 from support.stores import flip
 from support.waiting import wait_until
 
@@ -113,7 +114,7 @@ def test_a_base_that_is_cut_or_written_over_under_an_open_store_is_made_anew(
         os.truncate(path, kept)
     with pytest.raises(StorageError, match=f"people are written anew: .*{name} was cut, or written over"):
         store.search(GALLERY, faces(40), k=1)
-    wait_until(lambda: not any(state.is_damaged for state in store._states.values()))
+    compact_in_time(store)
     verify_found(store)
     store.check()
     store.close()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.moving_faces import DIMS, NEW, NEW_DIM, Faces, begun
 from support.stores import GALLERY, MODEL, Kit, Servers, content_of, everyone, faces
-from support.waiting import wait_until
 
 from plsc.errors import ConflictError, StorageError
 from plsc.gallery import second_space
@@ -178,11 +177,13 @@ def test_what_was_checked_for_another_move_is_checked_again(
 def test_who_expires_beside_a_cut_over_is_not_looked_for_any_more(
     folder: tuple[Kit, Store, Faces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, store, known = folder
-    soon = (datetime.now(UTC) + timedelta(seconds=0.2)).isoformat()
+    kit, store, known = folder
+    soon = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     new = NewPerson(faces(1, 80), expires=soon, others={NEW: faces(1, 80, NEW_DIM)})
     (gone,) = store.add_persons(GALLERY, [new], MODEL)
-    wait_until(lambda: store.expired(1) == {GALLERY: [gone]})
+    assert store.expired(1) == {}
+    kit.clock.advance(3600)
+    assert store.expired(1) == {GALLERY: [gone]}
     change = store._change
 
     def then_exchanged(*args: Any) -> Any:

@@ -1,5 +1,6 @@
 """Postgres alone: several services on one store, lost connections, nothing of a value in the SQL."""
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,7 +174,7 @@ def checked_after(store: PostgresStore, statement: str) -> None:
     """Check what ``statement`` makes of the rows; the error takes it back."""
     with store._transaction() as connection:
         connection.execute(statement)
-        find_collection(connection, "people").check()
+        find_collection(connection, "people", time).check()
 
 
 def test_deleted_vectors_leave_the_tables_files(store: PostgresStore) -> None:

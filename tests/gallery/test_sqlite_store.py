@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.encrypted_store import DIM, GALLERY, MODEL, faces
+from support.moved_clock import compact_in_time
 from support.stores import dump, files_with
 from support.waiting import wait_until
 
@@ -148,10 +149,11 @@ def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tm
         assert compaction.count_erased(db) == 20
         unfinished.purge_erased(db)
     store.close()
-    store = SqliteStore(tmp_path / "store", compact_within=0.1)
+    store = SqliteStore(tmp_path / "store")
     with store._database.reading() as db:
         assert compaction.count_erased(db) == 0
-    wait_until(lambda: not is_left(store))
+    compact_in_time(store)
+    assert not is_left(store)
     assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[20:]]
     store.check()
     store.close()
@@ -173,7 +175,8 @@ def test_what_is_newer_than_a_segment_takes_bounded_memory(tmp_path: Path, monke
     enrol(store, faces(400))
     store.compact()
     enrol(store, faces(21))  # fewer than an eighth
-    wait_until(lambda: store.statistics()[GALLERY]["sealed"] == 421)
+    compact_in_time(store)
+    assert store.statistics()[GALLERY]["sealed"] == 421
     enrol(store, faces(20))
     store.close()
     store = SqliteStore(tmp_path / "store")

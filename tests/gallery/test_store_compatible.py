@@ -61,7 +61,7 @@ def test_a_model_is_named_with_its_first_vector_and_by_nothing_that_is_refused(k
         store.add_persons(GALLERY, [NewPerson(faces(1)), NewPerson(faces(1, dim=DIM + 1))], **beside)
     with pytest.raises(ConflictError, match="not of 'model-2'"):
         store.add_persons(GALLERY, [NewPerson(faces(1))], NEW, compatible_with=["model-7"])
-    if "external ids" not in store.lacks:
+    if "external ids" in store.supports:
         store.add_persons(GALLERY, [NewPerson(faces(1), external_id="x")], MODEL)
         with pytest.raises(ConflictError, match="external id 'x' already"):
             store.add_persons(GALLERY, [NewPerson(faces(1), external_id="x")], **beside)

@@ -227,7 +227,7 @@ def test_a_sweep_removes_pictures_of_whom_another_service_deleted(
 def test_a_sweep_removes_pictures_of_whom_another_service_let_expire(
     store: Store, both: tuple[ThumbnailStore, ThumbnailStore, Path, Path]
 ) -> None:
-    if "expiry dates" in store.lacks:
+    if "expiry dates" not in store.supports:
         return
     one, two, first, _ = both
     brief = NewPerson(faces(1), expires="2001-01-01")

@@ -156,8 +156,8 @@ USING = (
     Defect(
         "answers under idempotency keys are forgotten at once",
         "plsc/gallery/retention.py",
-        "now(-ANSWERS_KEPT)",
-        "now(ANSWERS_KEPT)",
+        "now(self._clock, -ANSWERS_KEPT)",
+        "now(self._clock, ANSWERS_KEPT)",
         ("tests/serve/test_repeatable.py",),
     ),
     Defect(

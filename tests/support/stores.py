@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from plsc.gallery.transfer import copy_into
 from plsc.gallery.values import NewPerson, Person
 from support.gallery_model import Model, Row
 from support.hermetic import harness
+from support.moved_clock import MovedClock
 from support.waiting import free_port
 
 Opened = TypeVar("Opened", bound=Store)
@@ -159,9 +161,10 @@ class Kit:
     """Opens one kind of store: ``fresh()`` an empty one, ``again(store)`` the same after closing it."""
 
     def __init__(
-        self, kind: str, new_spec: Callable[[], str], open_store: Callable[[str], Store], key_file: Path | None = None
+        self, kind: str, new_spec: Callable[[], str], open_store: Callable[..., Store], key_file: Path | None = None
     ) -> None:
         self.kind, self._new_spec, self._open, self._key_file = kind, new_spec, open_store, key_file
+        self.clock = MovedClock()
         self._spec = ""
         self._opened: list[Store] = []
 
@@ -198,7 +201,9 @@ class Kit:
         return self._keep(self._open_patiently())
 
     def _open_patiently(self) -> Store:
-        return open_patiently(self._open, self._spec) if self.kind == "milvus" else self._open(self._spec)
+        if self.kind == "milvus":
+            return open_patiently(self._open, self._spec)
+        return self._open(self._spec, clock=self.clock)
 
     def close(self) -> None:
         """Close every store."""
@@ -230,9 +235,13 @@ class Servers:
         """The kit of ``kind``; skips the test, saying why, if it cannot be had."""
         if kind == "encrypted":
             key_file = new_key_file(self._folder / "store.key")
-            return Kit(kind, self._sqlite, lambda spec: open_store(spec, key_file=key_file), key_file)
+            return Kit(kind, self._sqlite, partial(open_store, key_file=key_file), key_file)
         if kind == "sqlite":  # every other one scans the mapped files
-            return Kit(kind, self._sqlite, lambda spec: open_store(spec, precision=("bf16", "fp32")[int(spec[-1]) % 2]))
+            return Kit(
+                kind,
+                self._sqlite,
+                lambda spec, clock: open_store(spec, precision=("bf16", "fp32")[int(spec[-1]) % 2], clock=clock),
+            )
         return Kit(kind, lambda: f"{kind}:{self.address(kind)}", open_store)
 
     @harness()

@@ -7,7 +7,6 @@ readers see whole or not at all.
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +15,7 @@ import numpy as np
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.sqlite.segments import SealedSegment, max_count
 from plsc.gallery.validation import is_expired
-from plsc.gallery.values import Collection, Float32, Match, Migration, PersonSummary
+from plsc.gallery.values import Clock, Collection, Float32, Match, Migration, PersonSummary
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, Mask, RowSource, rank
 
@@ -275,7 +274,7 @@ class CollectionState:
             then.
         is_exchanging: True while another state is made, which searches the second space: no vector of that changes.
         is_damaged: True once a file of the sealed segment was found changed, until another one is made.
-        deleted_at: ``time.monotonic()`` of the first deletion whose vectors may still be in a file, if there is one.
+        deleted_at: when, by the clock's ``monotonic``, the first vector was deleted that may still be in a file.
         ann_considered: the sealed segment that approximate search was last considered for.
         next_expiry: no person expires before this time; None: none expires. Set before the view shows the person.
     """
@@ -286,15 +285,17 @@ class CollectionState:
         sealed: SealedSegment | None,
         newer: Sequence[Faces],
         deleted: Sequence[int],
-        migration: Migration | None = None,
+        migration: Migration | None,
+        clock: Clock,
     ) -> None:
         """Begin with ``sealed``, ``newer`` faces that it does not hold, and ``deleted`` ones that it still does."""
+        self._clock = clock
         self.number, self.space, self.migration = stored.number, stored.space, migration
         self.info: Collection = stored.info
         self.segment = stored.segment
         self.persons = PersonCache()
         self.deleted = self.is_exchanging = self.is_damaged = False
-        self.deleted_at: float | None = time.monotonic() if len(deleted) else None
+        self.deleted_at: float | None = clock.monotonic() if len(deleted) else None
         self.ann_considered: SealedSegment | None = None
         self.next_expiry: str | None = None
         self._growing = GrowingSegment(self.info.dim)
@@ -316,7 +317,7 @@ class CollectionState:
         view = self.view
         if gone:
             if self.deleted_at is None:
-                self.deleted_at = time.monotonic()
+                self.deleted_at = self._clock.monotonic()
             view = view.without(gone)
         for faces in added:
             self._growing.append(faces)
@@ -325,7 +326,7 @@ class CollectionState:
     @property
     def has_expired(self) -> bool:
         """True if a person may have expired that was not deleted yet."""
-        return is_expired(self.next_expiry)
+        return is_expired(self.next_expiry, self._clock)
 
     def publish_ann(self, sealed: SealedSegment, ann: ApproximateSearch) -> None:
         """Let searches of ``sealed`` use ``ann``, if it is still the current segment."""
@@ -367,7 +368,7 @@ class CollectionState:
         return (
             self.is_damaged
             or self.needs_compaction
-            or (self.deleted_at is not None and time.monotonic() - self.deleted_at >= age)
+            or (self.deleted_at is not None and self._clock.monotonic() - self.deleted_at >= age)
         )
 
     @property

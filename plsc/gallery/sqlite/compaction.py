@@ -20,7 +20,6 @@ taken before the deletion still hold the vectors and texts; ``plsc gallery check
 import shutil
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -100,11 +99,12 @@ class Compactor:
             deleted, since = deleted_faces(db, stored.number, stored.space), unfinished.deletions_since(db)
             migration = records.find_migration(db, stored.number)
             is_left = bool(tombstones(db, stored.number, most=1))
-        state = CollectionState(stored, sealed, newer, deleted, None if migration is None else migration.info)
+        clock, second = self._database.clock, None if migration is None else migration.info
+        state = CollectionState(stored, sealed, newer, deleted, second, clock)
         if is_left and state.deleted_at is None:  # in a second space
-            state.deleted_at = time.monotonic()
+            state.deleted_at = clock.monotonic()
         if state.deleted_at is not None and since is not None:
-            state.deleted_at -= unfinished.seconds_since(since)
+            state.deleted_at -= unfinished.seconds_since(since, clock)
         return state
 
     def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
@@ -203,7 +203,8 @@ class Compactor:
         stored = replace(rebuilt.stored, info=info)
         records.exchange_spaces(db, stored, replace(migration, info=second, space=former.space))
         newer = list(records.read_faces(db, stored, stored.watermark))
-        return CollectionState(stored, rebuilt.sealed, newer, deleted_faces(db, stored.number, stored.space), second)
+        deleted = deleted_faces(db, stored.number, stored.space)
+        return CollectionState(stored, rebuilt.sealed, newer, deleted, second, self._database.clock)
 
     def remove_other_segments(self, number: int, current: int) -> None:
         """Remove every segment of a collection but ``current`` (0: all, and their folder).
@@ -273,9 +274,10 @@ class Compactor:
         if since is None:
             self._first_left = None
             return False
+        clock = self._database.clock
         if self._first_left is None or self._first_left[0] != since:
-            self._first_left = since, time.monotonic() - unfinished.seconds_since(since)
-        return time.monotonic() - self._first_left[1] >= age
+            self._first_left = since, clock.monotonic() - unfinished.seconds_since(since, clock)
+        return clock.monotonic() - self._first_left[1] >= age
 
 
 # --- tombstones in SQLite ---

@@ -11,6 +11,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from plsc.errors import (
 )
 from plsc.files import sync
 from plsc.gallery.sqlite.schema import SCHEMAS, SETTINGS, VERSION, create, migrate, read_settings, statements
-from plsc.gallery.values import Float32
+from plsc.gallery.values import Clock, Float32
 from plsc.index.rows import Int64
 
 APPLICATION_ID = 0x706C7363  # "plsc"
@@ -83,8 +84,8 @@ class VectorCodec:
     def leave(self, person: int, stored: bytes) -> None:
         """Note that the running transaction deletes a face of ``person``, whose vector is ``stored``."""
 
-    def begin(self) -> None:
-        """Prepare a transaction; raises :class:`plsc.errors.StorageError` where keys cannot follow."""
+    def erase_waiting(self) -> None:
+        """Erase the keys that wait for it, before a transaction; :class:`plsc.errors.StorageError` if that fails."""
 
     def prepare_commit(self, db: sqlite3.Connection) -> None:
         """Find out, at the end of a transaction, whose keys it erases."""
@@ -109,14 +110,20 @@ PLAIN = VectorCodec()
 
 
 class StoreConnection(sqlite3.Connection):
-    """A connection that knows how its store's vectors are stored."""
+    """A connection that knows how its store's vectors are stored, and the store's clock."""
 
     codec: VectorCodec = PLAIN
+    clock: Clock = time
 
 
 def codec_of(connection: sqlite3.Connection) -> VectorCodec:
     """Return how the vectors of the store of ``connection`` are stored."""
     return connection.codec if isinstance(connection, StoreConnection) else PLAIN
+
+
+def clock_of(connection: sqlite3.Connection) -> Clock:
+    """Return the clock of the store of ``connection``."""
+    return connection.clock if isinstance(connection, StoreConnection) else time
 
 
 class Database:
@@ -129,6 +136,7 @@ class Database:
         migrated_from: the version that the file was of until this opening; None: the present one.
         settings: what the table of this name says.
         codec: how vectors are stored; set by :meth:`use`.
+        clock: the store's; set by :meth:`use`.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, str] | None = None) -> None:
@@ -143,6 +151,7 @@ class Database:
             UsageError: it is encrypted and should not be, or the reverse.
         """
         self.path, self.codec = path, PLAIN
+        self.clock: Clock = time
         self.file = path.absolute()  # wherever the process goes
         self._closed = False
         self._idle: queue.LifoQueue[StoreConnection] = queue.LifoQueue()
@@ -160,9 +169,14 @@ class Database:
                 self._writer.close()
                 raise
 
-    def use(self, codec: VectorCodec) -> None:
-        """Store vectors as ``codec`` does; called before the first reading."""
-        self.codec = self._writer.codec = codec
+    def use(self, *, codec: VectorCodec | None = None, clock: Clock | None = None) -> None:
+        """Store vectors as ``codec`` does, and times as ``clock`` says; called before the first reading."""
+        self.codec, self.clock = codec or self.codec, clock or self.clock
+        self._equip(self._writer)
+
+    def _equip(self, connection: StoreConnection) -> StoreConnection:
+        connection.codec, connection.clock = self.codec, self.clock
+        return connection
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -172,8 +186,7 @@ class Database:
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
-                connection = _connect(self.file)
-                connection.codec = self.codec
+                connection = self._equip(_connect(self.file))
             stop: Callable[[], bool] | None = getattr(self._thread, "stop", None)
             connection.set_progress_handler(stop, _STEPS_BETWEEN_LOOKS)
             try:
@@ -213,7 +226,7 @@ class Database:
         with translate_errors(self.path):
             self._require_open()
             self._require_writer()
-            self.codec.begin()
+            self.codec.erase_waiting()
             try:
                 with self._writer:  # commits, or rolls back
                     self._writer.execute("BEGIN IMMEDIATE")
@@ -308,8 +321,7 @@ class Database:
     def _require_writer(self) -> None:
         """Connect again for writing where that failed after an exchange; called under the write lock."""
         if not self._has_writer:
-            self._writer = _connect(self.file)
-            self._writer.codec = self.codec
+            self._writer = self._equip(_connect(self.file))
             self._has_writer = True
 
     def _require_open(self) -> None:

@@ -69,7 +69,7 @@ class EncryptedVectors(VectorCodec):
     def recover(self, db: sqlite3.Connection) -> None:
         """Finish deletions that a crash interrupted, and find the keys that nobody has; called once, at the opening."""
         self._waiting = unerased_keys(db, self.table)
-        self.begin()
+        self.erase_waiting()
         used = np.concatenate([living_keys(db), np.flatnonzero(self.table.erased())])
         first = int(used.max(initial=-1)) + 1
         for slot in range(first, len(self.table)):
@@ -80,7 +80,7 @@ class EncryptedVectors(VectorCodec):
                 continue
             if key is not None:
                 self._free.append((slot, key))
-        self.begin()
+        self.erase_waiting()
         self.sync_erased()
 
     def check(self, db: sqlite3.Connection) -> None:
@@ -167,8 +167,8 @@ class EncryptedVectors(VectorCodec):
         """Note that the running transaction deletes a face of ``person``, whose vector is ``stored``."""
         self._leaving[SLOT.unpack_from(stored)[0]] = person
 
-    def begin(self) -> None:
-        """Prepare a transaction: none begins while a key waits to be erased."""
+    def erase_waiting(self) -> None:
+        """Erase the keys that wait for it: no transaction begins while there is one."""
         self._erase()
         self.require_erased()
 

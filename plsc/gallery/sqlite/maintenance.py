@@ -1,5 +1,6 @@
-"""When a store is compacted, by its own thread when that pays or is due, and by whoever asks; and when a large segment
-gets an approximate search.
+"""Compacts collections in a thread: after many changes, when a deletion is due, or on request.
+
+Another thread looks for an approximate search of large segments.
 """
 
 import atexit

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import ConflictError
-from plsc.gallery.sqlite.database import codec_of, corrupt_row
+from plsc.gallery.sqlite.database import clock_of, codec_of, corrupt_row
 from plsc.gallery.sqlite.schema import SPACE
 from plsc.gallery.validation import MAX_ID, now
 from plsc.gallery.values import FORGOTTEN_AT_ONCE, Collection, Float32, IdempotentRequest, Migration, StoredAnswer
@@ -101,7 +101,7 @@ def find_collection(db: sqlite3.Connection, number: int) -> StoredCollection | N
 
 def insert_collection(db: sqlite3.Connection, name: str, dim: int, contract_id: str) -> StoredCollection:
     """Insert a collection."""
-    values = (last_id(db, "collections") + 1, name, dim, contract_id, now())
+    values = (last_id(db, "collections") + 1, name, dim, contract_id, now(clock_of(db)))
     db.execute(
         "INSERT INTO collections (number, name, dim, contract_id, created, checksum) VALUES (?, ?, ?, ?, ?, ?)",
         (*values, row_checksum(*values)),
@@ -295,7 +295,7 @@ def insert_answer(db: sqlite3.Connection, idempotent: IdempotentRequest | None, 
     if idempotent is None:
         return
     status, body = idempotent.answer(result)
-    values = (idempotent.token, idempotent.key, idempotent.fingerprint, status, body, now())
+    values = (idempotent.token, idempotent.key, idempotent.fingerprint, status, body, now(clock_of(db)))
     try:
         db.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _answer_checksum(*values)))
     except sqlite3.IntegrityError:

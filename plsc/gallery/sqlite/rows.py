@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
-from plsc.gallery.rows import Rows
+from plsc.gallery.rows import MovableRows
 from plsc.gallery.sqlite import records
-from plsc.gallery.sqlite.database import codec_of, corrupt_row
+from plsc.gallery.sqlite.database import clock_of, codec_of, corrupt_row
 from plsc.gallery.sqlite.records import Faces, StoredCollection, StoredMigration
 from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
 from plsc.gallery.validation import ValidPerson, kind_of, no_collection, now
@@ -28,7 +28,7 @@ _MARK = "SELECT substr(checksum, 1, 1) FROM vectors WHERE face = ?"
 _PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
 
 
-class SqliteRows(Rows):
+class SqliteRows(MovableRows):
     """The collection with a number, in a transaction of ``db``.
 
     Attributes:
@@ -39,7 +39,7 @@ class SqliteRows(Rows):
     """
 
     def __init__(self, db: sqlite3.Connection, number: int, info: Collection) -> None:
-        self.db, self.number, self.info = db, number, info
+        self.db, self.number, self.info, self.clock = db, number, info, clock_of(db)
         self.added: list[Faces] = []
         self.gone: list[int] = []
         self.touched: set[int] = set()
@@ -82,11 +82,11 @@ class SqliteRows(Rows):
         """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
         text, values = self._filter_clause(filter)
         condition = f"p.id > ?{text} AND (p.expires IS NULL OR p.expires > ?)"
-        return self.select(condition, [after, *values, now()], limit)
+        return self.select(condition, [after, *values, now(self.clock)], limit)
 
     def expired(self, limit: int) -> list[Person]:
         """Return up to ``limit`` persons whose time has come, by ascending id."""
-        return self.select("p.expires <= ?", [now()], limit)
+        return self.select("p.expires <= ?", [now(self.clock)], limit)
 
     def select(self, condition: str, values: Sequence[Any], limit: int = -1) -> list[Person]:
         """Return persons with their faces by ascending id; ``condition`` is SQL on ``persons p``, -1 means no limit."""
@@ -95,10 +95,10 @@ class SqliteRows(Rows):
 
     def _read_person(self, row: tuple[Any, ...]) -> Person:
         summary = _read_summary(self.db, row)
-        created, external_id, revision, expires = row[4:8]
-        faces = self._faces_of(summary.id)
-        about = (summary.id, summary.name, summary.metadata, faces, created, external_id, revision, expires)
-        return Person(*about, self._keys_of(summary.id))
+        created, _, revision, expires = row[4:8]
+        about = {"created": created, "revision": revision, "expires": expires}
+        faces, keys = self._faces_of(summary.id), self._keys_of(summary.id)
+        return Person(**vars(summary), faces=faces, keys=keys, **about)
 
     def _keys_of(self, person: int) -> dict[int, str]:
         rows = self.db.execute("SELECT face, key, checksum FROM face_keys WHERE person = ?", (person,)).fetchall()
@@ -156,12 +156,12 @@ class SqliteRows(Rows):
     def expired_ids(self) -> list[int]:
         """Return the persons whose time has come."""
         text = "SELECT id FROM persons WHERE collection = ? AND expires <= ?"
-        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+        return [row[0] for row in self.db.execute(text, (self.number, now(self.clock)))]
 
     def expired_faces(self) -> list[int]:
         """Return the faces of the persons whose time has come."""
         text = "SELECT f.id FROM persons p JOIN faces f ON f.person = p.id WHERE p.collection = ? AND p.expires <= ?"
-        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+        return [row[0] for row in self.db.execute(text, (self.number, now(self.clock)))]
 
     # --- changes ---
 
@@ -169,13 +169,17 @@ class SqliteRows(Rows):
         """Insert ``persons`` and their faces under new ids."""
         if not persons:
             return []
-        first, face, created = records.last_id(self.db, "persons") + 1, records.last_id(self.db, "faces") + 1, now()
+        first, face, created = (
+            records.last_id(self.db, "persons") + 1,
+            records.last_id(self.db, "faces") + 1,
+            now(self.clock),
+        )
         made = []
         for id, person in enumerate(persons, first):
             ids = tuple(range(face, face + len(person.vectors)))
             face += len(ids)
-            about = (person.name, person.metadata, ids, created, person.external_id)
-            made.append(Person(id, *about, expires=person.expires))
+            about = (person.name, person.metadata, person.external_id)
+            made.append(Person(id, *about, faces=ids, created=created, expires=person.expires))
         self.db.executemany(
             "INSERT INTO persons (id, collection, name, metadata, created, external_id, revision, expires, checksum) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",

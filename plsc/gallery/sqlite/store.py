@@ -14,7 +14,6 @@ Searches take none of them: they read a collection's current view and work on th
 """
 
 import math
-import os
 import sqlite3
 import threading
 import time
@@ -28,24 +27,22 @@ from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.rows import Change
 from plsc.gallery.second_space import is_same_move, must_exchange
-from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
+from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
 from plsc.gallery.sqlite.compaction import Compactor, Rebuilt
-from plsc.gallery.sqlite.folder import open_folder
+from plsc.gallery.sqlite.folder import Reserve, open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.store import Query, Store, note_change
 from plsc.gallery.validation import is_id, no_collection
-from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
+from plsc.gallery.values import Clock, Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
 from plsc.index.rows import Int64
 from plsc.index.scan import AUTO
 
 _T = TypeVar("_T")
 
-_RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
-_MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 _LOOKED_UP_AT_ONCE = 50_000  # people times conditions of a filter: about 20 ms
 
 
@@ -61,6 +58,7 @@ class SqliteStore(Store):
         compact_within: seconds after which no file of the store holds a deleted face's vector, or texts of a person who
             was deleted, or which were changed.
         key_file: with the master key of an encrypted store (plsc.gallery.sqlite.keys); None: it is not encrypted.
+        clock: what tells who has expired, and what is due.
 
     Raises:
         ConflictError: another process has the store.
@@ -78,6 +76,7 @@ class SqliteStore(Store):
         latency_ms: float | None = None,
         compact_within: float = COMPACT_WITHIN,
         key_file: str | Path | None = None,
+        clock: Clock = time,
     ) -> None:
         if not 0 < compact_within < math.inf:
             raise UsageError(f"deleted faces cannot leave the files within {compact_within} s; give a time above 0")
@@ -88,6 +87,8 @@ class SqliteStore(Store):
         self._lock, self._database = open_folder(
             self.folder, None if key_file is None else Path(key_file), lambda: self._reserve.release(0)
         )
+        self.clock = clock
+        self._database.use(clock=clock)
         try:
             self._compactor = compactor = Compactor(
                 self._database, self.folder / COLLECTIONS, self._write_lock, precision
@@ -134,7 +135,7 @@ class SqliteStore(Store):
             with self._numbered() as db:
                 stored = records.insert_collection(db, name, dim, contract_id)
                 records.insert_answer(db, idempotent, stored.info)
-            self._states = {**self._states, name: CollectionState(stored, None, [], [])}
+            self._states = {**self._states, name: CollectionState(stored, None, [], [], None, self.clock)}
         return stored.info
 
     def delete_collection(self, name: str) -> None:
@@ -283,7 +284,7 @@ class SqliteStore(Store):
         super().end_migration(collection, contract_id)
         state = self._state(collection)
         with self._write_lock:
-            state.deleted_at = state.deleted_at or time.monotonic()
+            state.deleted_at = state.deleted_at or self.clock.monotonic()
         self._maintenance.wake()
 
     def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
@@ -483,49 +484,3 @@ def _matching(rows: SqliteRows, filter: Filter) -> Int64 | None:
     for condition in filter.conditions[first:]:
         found = rows.narrow(found, condition)
     return found
-
-
-class Reserve:
-    """Disk space kept back in ``folder/reserve``, so that a store on a full disk can still be opened and deleted from.
-
-    While it is used up, everything that adds to the store is refused.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RESERVE
-        self._held = False
-
-    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
-        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
-        self._held = False
-        with suppress(OSError):
-            os.truncate(self._path, kept)
-
-    def hold(self) -> bool:
-        """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""
-        if not self._held:
-            self._held = self._allocate(_RESERVE_BYTES)
-            if not self._held:
-                self._allocate(_MIN_RESERVE_BYTES)
-        return self._held
-
-    def require(self) -> None:
-        """Raise :class:`StorageError` unless the space is held: the last of it is for deletions."""
-        if not self.hold():
-            raise StorageError(
-                f"the disk of {self._path.parent} is full; nothing was changed: deletions are still taken, "
-                "and everything else when there is room again"
-            )
-
-    def _allocate(self, count: int) -> bool:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            os.posix_fallocate(descriptor, 0, count)  # real blocks, where a truncated file would be a hole
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True

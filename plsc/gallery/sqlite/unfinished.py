@@ -13,8 +13,9 @@ necessary:
 import sqlite3
 from datetime import UTC, datetime, timedelta
 
-from plsc.gallery.sqlite.database import ERASED, corrupt_row
+from plsc.gallery.sqlite.database import ERASED, clock_of, corrupt_row
 from plsc.gallery.sqlite.schema import WRITTEN_ANEW
+from plsc.gallery.values import Clock
 
 _ERASE, _REWRITE, _REWRITING, _PURGED = "erase", "rewrite", "rewriting", "vacuum"
 _LONG_AGO = datetime.fromtimestamp(0, UTC)
@@ -81,7 +82,7 @@ def mark_written_anew(db: sqlite3.Connection) -> None:
 
 
 def _note(db: sqlite3.Connection, work: str) -> None:
-    db.execute("INSERT OR IGNORE INTO unfinished VALUES (?, ?)", (work, datetime.now(UTC).isoformat()))
+    db.execute("INSERT OR IGNORE INTO unfinished VALUES (?, ?)", (work, _moment(clock_of(db)).isoformat()))
 
 
 def _since(db: sqlite3.Connection, work: str) -> datetime | None:
@@ -98,6 +99,10 @@ def _remove(db: sqlite3.Connection, *works: str, schema: str = "main") -> None:
     db.executemany(f"DELETE FROM {schema}.unfinished WHERE work = ?", ((work,) for work in works))
 
 
-def seconds_since(since: datetime) -> float:
+def seconds_since(since: datetime, clock: Clock) -> float:
     """Return how long ago a time was, 0 for one to come."""
-    return max((datetime.now(UTC) - since) / timedelta(seconds=1), 0.0)
+    return max((_moment(clock) - since) / timedelta(seconds=1), 0.0)
+
+
+def _moment(clock: Clock) -> datetime:
+    return datetime.fromtimestamp(clock.time(), UTC)
