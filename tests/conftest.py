@@ -172,6 +172,11 @@ def pytest_collection_finish() -> None:
         sys.modules["plsc.serve.server"].gc = mock.Mock()  # type: ignore[attr-defined]
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end clear them."""
+    gc.unfreeze()
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Under pytest-xdist, hand the number of deselected tests to the process that writes the summary."""
     output: dict[str, Any] | None = getattr(items[0].config, "workeroutput", None)

@@ -156,6 +156,7 @@ def work(base: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_an_installation_without_extras_trains_and_names_the_extra_of_a_command(base: Environment, work: Path) -> None:
     code = "import plsc, plsc.models; print(plsc.__version__, plsc.models.__file__)"
     _, out, _ = base.run("-c", code, cwd=work)

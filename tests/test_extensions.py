@@ -86,6 +86,7 @@ def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None
     assert (installed.folder / "gallery").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_errors_list_extensions_and_name_the_package_of_a_broken_one(installed: Installed) -> None:
     code, _, err = installed.plsc("train", "example.toml", "--head.margin", "halfwey", "--out", "c")
     assert (code, err.count("\n")) == (2, 1)

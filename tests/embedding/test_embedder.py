@@ -90,6 +90,7 @@ def test_an_onnx_file_whose_graph_was_changed_loses_its_contract(files: dict[str
     assert open_embedder(tmp_path / "changed.onnx", device=CPU).contract_id != claimed
 
 
+@pytest.mark.first_ring("bf16-safetensors", "fp16-torch")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

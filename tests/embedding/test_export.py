@@ -66,7 +66,7 @@ def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody
     assert not [name for name in early if name.startswith(("Sub", "Mul", "_minus", "_mul"))]
 
 
-@pytest.mark.first_ring("iresnet18", "turned:resnet8")
+@pytest.mark.first_ring("turned:resnet8")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
 def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"key_file": request.getfixturevalue("key_file")} if request.param == "encrypted" else {}
 
 
+@pytest.mark.first_ring("plain")
 @pytest.mark.live
 def test_texts_of_the_deleted_and_changed_leave_all_files_in_time(tmp_path: Path, options: dict[str, Any]) -> None:
     store = SqliteStore(tmp_path / "store", clock=(clock := MovedClock()), **options)
@@ -133,6 +134,7 @@ def test_thousands_of_changes_leave_no_text_in_store_snapshots_and_thumbnails(
 # --- while the file is written anew ---
 
 
+@pytest.mark.first_ring("encrypted")
 def test_killed_at_any_moment_of_the_rewriting_the_store_is_whole(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gpu_trace.triton_ir import Access, accesses, intermediate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 BLOCK = 128
 
 
@@ -63,7 +63,6 @@ def _cache(tmp_path_factory):
         yield
 
 
-@pytest.mark.live
 def test_each_element_of_an_operand_is_moved_once():
     found = launch(scale, {"source": "*fp32", "out": "*fp32"}, {"n": 1000}, {"BLOCK": BLOCK}, 8)
     assert {name: access.elements(1000) for name, access in found.items()} == {"source": 1000, "out": 1000}

@@ -160,7 +160,7 @@ def train(mesh, sizes, steps, options, order=None, optimizer_kind="sgd"):
     [
         (1, {}, None),
         pytest.param(2, {"placement": "host"}, None, marks=pytest.mark.exhaustive),
-        (3, {"placement": "mmap"}, None),
+        pytest.param(3, {"placement": "mmap"}, None, marks=pytest.mark.exhaustive),
         (3, {"placement": "mmap", "journal": True}, None),
         (4, {"chunk_classes": 5}, 2),
         pytest.param(3, {"frozen_rows": FROZEN}, None, marks=pytest.mark.feature("frozen")),

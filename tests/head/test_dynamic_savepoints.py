@@ -127,7 +127,7 @@ def killed(folder: Path, kind: str, writes: int) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.first_ring("bf16+int8")
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_write(tmp_path: Path, kind: str) -> None:

@@ -35,6 +35,7 @@ def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None
         assert (model.name, model.embedding_dim, model.image_size) == (name, DIM, size)
 
 
+@pytest.mark.first_ring("32-iresnet18", "48-mobilefacenet", "112-vit_tiny", "32-timm:test_vit")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
 @pytest.mark.parametrize("size", [32, 48, 112])

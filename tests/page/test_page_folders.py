@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, KURT
 from support.page_kit import PageService, chosen, cosine, draw, drop, embedding, png
 
-pytestmark = [pytest.mark.slow, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.exhaustive]
 
 
 @pytest.fixture
@@ -74,7 +74,6 @@ def test_a_folder_of_folders_is_enrolled_with_a_report(visit: Any, staff: str, s
     expect(page.locator("#enrol-form")).to_be_visible()
 
 
-@pytest.mark.exhaustive
 def test_200_folders_a_few_at_a_time_and_stopped(visit: Any, staff: str, service: PageService) -> None:
     page = visit(staff)
     page.get_by_role("tab", name="Enrol").click()
@@ -110,7 +109,6 @@ def test_200_folders_a_few_at_a_time_and_stopped(visit: Any, staff: str, service
     assert len(service.store.persons(staff, limit=1000)) == 203
 
 
-@pytest.mark.exhaustive
 def test_a_chosen_folder_of_pictures_is_one_person(visit: Any, staff: str, tmp_path: Path) -> None:
     folder = tmp_path / "Emmy"
     folder.mkdir()
@@ -128,7 +126,6 @@ def test_a_chosen_folder_of_pictures_is_one_person(visit: Any, staff: str, tmp_p
     expect(page.locator("#enrol-done")).to_contain_text(" with 2 faces.")
 
 
-@pytest.mark.exhaustive
 def test_who_is_known_is_added_to_or_enrolled_only_when_asked(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Enrol").click()
@@ -155,7 +152,6 @@ def test_who_is_known_is_added_to_or_enrolled_only_when_asked(visit: Any, people
     assert len(service.store.persons(people)) == 5
 
 
-@pytest.mark.exhaustive
 def test_a_folder_asks_once_what_to_do_with_all_who_are_known(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Enrol").click()
@@ -171,7 +167,6 @@ def test_a_folder_asks_once_what_to_do_with_all_who_are_known(visit: Any, people
     assert service.store.persons(people)[-1].name == "Ned"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["GIF", "BMP"])
 def test_other_formats_are_sent_as_jpeg(visit: Any, people: str, kind: str) -> None:
     file = io.BytesIO()
@@ -187,7 +182,6 @@ def test_other_formats_are_sent_as_jpeg(visit: Any, people: str, kind: str) -> N
     np.testing.assert_allclose(np.asarray(image), np.broadcast_to([254, 0, 0], (30, 40, 3)), atol=4)
 
 
-@pytest.mark.exhaustive
 def test_a_large_picture_is_sent_smaller_and_upright(visit: Any, people: str) -> None:
     large = Image.new("RGB", (3000, 2000), "red")
     large.paste("blue", (0, 0, 1500, 2000))

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from support.page_actions import HOSTILE, overflow
 from support.page_kit import PageService, ProjectedEngine, chosen, draw, png
 
-pytestmark = [pytest.mark.slow, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.exhaustive]
 
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 PHONE = {"width": 390, "height": 844}
@@ -134,7 +134,6 @@ def test_a_collection_is_moved_from_the_page(visit: Any, moving: PageService) ->
     expect(page.locator("#migration-title")).to_be_focused()
 
 
-@pytest.mark.exhaustive
 def test_an_error_is_shown_a_move_is_cancelled_and_nobody_else_sees_it(visit: Any, serve: Any, tmp_path: Path) -> None:
     service = serve(next_engine=ProjectedEngine())
     service.collection("staff")
@@ -156,7 +155,6 @@ def test_an_error_is_shown_a_move_is_cancelled_and_nobody_else_sees_it(visit: An
     expect(page.get_by_role("button", name="Begin the move")).to_be_visible()
 
 
-@pytest.mark.exhaustive
 def test_without_a_next_model_there_is_nothing_to_see(visit: Any, people: str) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Service").click()
