@@ -74,7 +74,7 @@ class Stage:
     parameters: tuple[Parameter, ...]
     activations: int
     transient: int
-    units: tuple[GatheredUnit, ...] = ()
+    units: tuple[GatheredUnit, ...]
     received: int = 0
 
     @property
@@ -121,7 +121,7 @@ def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, parts: int, shar
         kept += behind // tp if splits_tokens(profile.tokens, tp) else behind
     held = (each for each in profile.parameters if stage_of(each.name, spans, profile.embedding) % pp == number)
     parameters = tuple(_split(each, tp) for each in held)
-    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp, shards) if pp == 1 else ())
+    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp, shards))
 
 
 def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, shards: int) -> tuple[GatheredUnit, ...]:
@@ -271,15 +271,6 @@ def _gathered_peak(stage: Stage, whole: int, ranks: int) -> int:
         peak = max(peak, max(begin, middle, end) + shards + max(whole - done, 0))
         summed, done = unit.trained, done + unit.gradients
     return peak
-
-
-def gathered_together(stage: Stage) -> list[list[Parameter]]:
-    """The weights of each unit that fsdp gathers; those of none, the root's, are left out."""
-    units: dict[str, list[Parameter]] = {}
-    for parameter in stage.parameters:
-        if parameter.unit is not None:
-            units.setdefault(parameter.unit, []).append(parameter)
-    return list(units.values())
 
 
 def frees_gradients(run: PlanConfig) -> bool:

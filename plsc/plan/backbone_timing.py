@@ -25,7 +25,6 @@ from plsc.plan.backbone_memory import (
     Stage,
     exchange_of,
     gathered_bytes,
-    gathered_together,
     held_stage,
     is_sharded,
     nbytes,
@@ -159,7 +158,7 @@ def _gathered(run: PlanConfig, stage: Stage, links: Links) -> float:
     if not is_sharded(run):
         return 0.0
     ranks, per_node, tp = run.shard_ranks, run.per_node, run.tp
-    units = [gathered_bytes(unit, ranks) for unit in gathered_together(stage)]
+    units = [unit.weights for unit in stage.units if unit.weights]
     root = gathered_bytes(stage.parameters, ranks) - sum(units)
     passes, times = run.gathering_passes, _gathers(run)
     moved = times * (passes * sum(units) + root)
@@ -183,7 +182,7 @@ def _reduced(run: PlanConfig, stage: Stage, links: Links, exchange: PlannedExcha
         return links.seconds(copies * sent, ranks, per_node, collective=kind, stride=tp)
     shards = run.shard_ranks
     replicas = ranks // shards
-    calls = len(gathered_together(stage)) + 1
+    calls = sum(unit.weights > 0 for unit in stage.units) + 1
     filled = sent * gathered_bytes(stage.trained, shards) / max(nbytes(stage.trained), 1)
     scattered = filled * (shards - 1) / shards
     seconds = links.seconds(scattered, shards, per_node, collective="reduce_scatter", stride=tp, calls=calls)

@@ -168,7 +168,7 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         "head, first norms": backbone.forward + waiting + widened,
     }
     if run.clips_head:
-        norm = max(_norm_block(table, device) for table in tables)
+        norm = max(_block(table, device, passes=2, updates=False) for table in tables)
         phases["head, gradient's norm"] = after + norm + staged["norm"]
     return phases
 
@@ -244,8 +244,8 @@ def _gradients(run: PlanConfig, rows: int) -> int:
     return min(chunks * rows, run.updated_rows) * run.dim * _FLOAT
 
 
-def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
-    """A chunk's scratch: that of the kernels, or of PyTorch's passes."""
+def _block(run: PlanConfig, device: Device, *, passes: int, updates: bool = True) -> int:
+    """A chunk's scratch: that of the kernels, or of PyTorch's passes; pass 2 may run for a norm, without updates."""
     rows, shape = chunk_rows(run, device, passes=passes), pass_shape(run, device, passes)
     if shape == "stored":
         return _stored_block(run, rows, passes=passes)
@@ -254,15 +254,7 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     if passes == 1:
         sums = run.group_batch * run.dim * _FLOAT  # of rows that are pulled together
         return _plain_block(run, rows, passes=1) + 2 * sums
-    return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels else _PLAIN_COPIES)
-
-
-def _norm_block(run: PlanConfig, device: Device) -> int:
-    """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
-    rows, shape = chunk_rows(run, device), pass_shape(run, device, 2)
-    if shape == "fused":
-        return _gradients(run, rows)
-    return (_stored_block if shape == "stored" else _plain_block)(run, rows, passes=2)
+    return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels or not updates else _PLAIN_COPIES)
 
 
 def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:

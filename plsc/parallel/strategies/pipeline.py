@@ -127,8 +127,8 @@ class Pipeline(Strategy):
         model = cast(BlockwiseBackbone, backbone)  # as a configuration that names another is refused
         self._spans = balanced(len(model.blocks), self._count)
         self._check_trained(model)
-        places = {name: self._place_of(stage_of(name, self._spans, model.embedding)) for name in backbone.state_dict()}
-        self._holders = places
+        stages = ((name, stage_of(name, self._spans, model.embedding)) for name in backbone.state_dict())
+        self._holders = {name: self._place_of(stage) for name, stage in stages}
         tp = self._layout.size("tp")
         tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(token_counts(backbone), tp) else None
         numbers = range(self._rank, self._count, self._ranks)
