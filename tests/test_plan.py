@@ -245,6 +245,14 @@ def test_a_table_elsewhere_leaves_the_gpu_free_and_costs_its_bus():
         assert seconds * CARD.links.bus == pytest.approx(rate * 20_000_000 * row)
 
 
+def test_a_journaled_table_is_in_checkpoints_where_it_is_advised_to_lie_on_the_device():
+    result = plan(settings(head={"placement": "mmap:table", "journal": True, "sample_rate": 0.1}), 100_000, CARD)
+    advised, configured = result.advice.choice, result.configured
+    assert (advised.run.placement, configured.run.placement) == ("device", "mmap")
+    row = sum(size for name, size in row_bytes(advised.run.config).items() if name != "1/norms")
+    assert advised.memory.checkpoint - configured.memory.checkpoint == 100_000 * row
+
+
 def test_groups_are_those_of_the_configuration():
     config = settings(batch=128, head_ranks=8)
     grouped = plan(config, 1_000_000, CARD, gpus=64).configured
