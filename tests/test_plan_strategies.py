@@ -12,6 +12,7 @@ from torch import nn
 
 from plsc import config as configuration
 from plsc.devices import GIB
+from plsc.errors import UsageError
 from plsc.models import create
 from plsc.optim.eight_bit_adamw import EightBitAdamW
 from plsc.parallel.gradient_compression import (
@@ -24,7 +25,7 @@ from plsc.parallel.gradient_compression import (
 from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
 from plsc.plan.advice import Estimate, estimate, fastest, profile_of
-from plsc.plan.backbone_memory import exchange_of, stage_of
+from plsc.plan.backbone_memory import exchange_of, held_stage
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.plan.planner import as_text
 from plsc.plan.strategy_choice import MARGIN, candidates, fits
@@ -191,7 +192,7 @@ def test_a_hook_sends_what_its_exchange_counts(hook):
     asked = run(8, comm_hook=hook)
     net = module()
     exchange = gradient_exchange(hook, net, Mesh(0, 8, 0, torch.device("meta")), ExchangeOptions())
-    parameters = stage_of(asked, profile_of(asked), 0).parameters
+    parameters = held_stage(asked, profile_of(asked), 0).parameters
     assert exchange_of(asked, parameters).sent == exchange.sent_bytes(trained(net), 10**6)
 
 
@@ -226,6 +227,24 @@ def test_hooks_pay_on_slow_links_and_cost_on_fast_ones():
     large = sum(weight.nbytes for weight in trained(module()) if weight.numel() >= 16384)
     assert dgc.memory.kept["backbone gradients not sent"] == large
     assert dgc.timing.seconds > plain.timing.seconds
+
+
+def test_ranks_of_a_pipeline_have_the_weights_that_training_gives_them():
+    """The token that takes the place of dropped patches is used behind the last block."""
+    asked = run(8, "vit_base", pp=2, pp_schedule="interleaved")
+    first, last = ({each.name for each in held_stage(asked, profile_of(asked), rank).parameters} for rank in (0, 1))
+    assert first | last == {name for name, _ in module("vit_base").named_parameters()}
+    assert not first & last
+    assert {"mask_token", "norm.weight", "feature.0.weight", "blocks.6.norm1.weight", "blocks.23.norm1.weight"} <= last
+    assert {"pos_embed", "patch_embed.proj.weight", "blocks.0.norm1.weight", "blocks.12.norm1.weight"} <= first
+
+
+def test_offload_is_neither_planned_nor_chosen_where_no_ranks_share_weights():
+    alone = run(8, VIT, tp=8, strategy="fsdp")
+    assert not [each for each in candidates(alone) if each.config.parallel.offload]
+    offloaded = alone.placed(offload=True).config
+    with pytest.raises(UsageError, match="tp = 8 leave none on 8 ranks"):
+        plan(offloaded, 100_000, CARD, gpus=8)
 
 
 def test_the_plan_shows_every_strategy_and_json_has_them():

@@ -11,7 +11,7 @@ from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.backbone_memory import frees_gradients
 from plsc.plan.devices import Links
-from plsc.plan.memory import Memory, plan_memory, row_bytes
+from plsc.plan.memory import Memory, plan_memory, row_size
 from plsc.plan.plan_config import STORAGES, UNITS_OF, PlanConfig
 from plsc.plan.timing import Timing, plan_time
 
@@ -98,7 +98,7 @@ def profile_of(run: PlanConfig) -> BackboneProfile:
 
 def largest_classes(run: PlanConfig, hardware: Hardware) -> int:
     """Return the most classes that ``run`` could have on ``hardware``; 0 where none fits."""
-    row = sum(row_bytes(run.config).values())
+    row = row_size(run)
     many = replace(run, classes=_MANY)
     memory = plan_memory(many, profile_of(many), hardware.device)
     if run.placement == "host":
@@ -237,7 +237,7 @@ def _why_precision(choice: Config, configured: Config, device: Device) -> dict[s
 
 def _why_storage(choice: Estimate, hardware: Hardware) -> str:
     run = choice.run
-    row = sum(row_bytes(run.config).values())
+    row = row_size(run)
     text = f"{storage_label(run.storage)}: {row:,} bytes of state per class"
     if run.storage == STORAGES[0]:
         return f"{text}, the most exact storage; it fits, and no other makes the step more than {TIE:.0%} faster."
@@ -292,7 +292,7 @@ def _what_to_change(exact: PlanConfig, hardware: Hardware) -> str:
     stored = list(storages(exact))[-1]
     smallest = replace(exact.stored_as(*stored), head_ranks=exact.table_ranks)
     memory = plan_memory(smallest, profile_of(smallest), hardware.device)
-    table = sum(row_bytes(smallest.config).values()) * smallest.rows
+    table = row_size(smallest) * smallest.rows
     ranks = f"{exact.world:,} GPU{'s' if exact.world > 1 else ''} of {gib(hardware.memory)}"
     if memory.total - table > hardware.room:
         return (

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute_budget import LiveBytes
+from plsc.parallel.strategies.cuts import token_counts
 from plsc.train.components import AUTOCAST_DTYPES, autocast_dtype
 
 _PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
@@ -53,9 +54,9 @@ class Unit:
     """A part whose weights fsdp gathers together; the blocks of a transformer are also what tp and pp divide.
 
     ``entered`` bytes are alive when its forward pass begins, ``kept`` more when it ends, of which ``split`` are made
-    within attention and MLP, but for their inputs and outputs. ``output`` (of ``tokens`` per image) has so many
-    bytes, ``input`` as the block's linear layers read it. ``forward`` are its operations in the profile's list.
-    ``backward`` bytes at most come to those alive when its backward pass begins, all its weights' gradients among them.
+    within attention and MLP, but for their inputs and outputs. ``output`` has so many bytes, ``input`` as the block's
+    linear layers read it. ``forward`` are its operations in the profile's list. ``backward`` bytes at most come to
+    those alive when its backward pass begins, all its weights' gradients among them.
     """
 
     name: str
@@ -64,7 +65,6 @@ class Unit:
     split: int
     input: int
     output: int
-    tokens: int
     forward: range
     backward: int = 0
 
@@ -82,7 +82,8 @@ class BackboneProfile:
     weights and buffers.
     With gradients kept, ``peak`` has them; without, each is gone once it is whole (they lie in buckets elsewhere).
     The first ``forward_operations`` are the forward pass's; ``parameters`` are in the module's order, ``units`` in that
-    of the forward pass.
+    of the forward pass. ``tokens`` are :func:`plsc.parallel.strategies.cuts.token_counts`, ``embedding`` the
+    names of what comes before the blocks.
     """
 
     images: int
@@ -93,6 +94,8 @@ class BackboneProfile:
     forward_operations: int
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...]
+    tokens: tuple[int, ...] = ()
+    embedding: tuple[str, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -138,7 +141,8 @@ def profile_backbone(
         watch.end_backward()
     buffers, operations = sum(buffer.nbytes for buffer in fake.buffers()), tuple(ledger.operations)
     parameters, units = tuple(watch.parameters), tuple(watch.units.values())
-    return BackboneProfile(images, buffers, activations, ledger.peak, operations, forward_operations, parameters, units)
+    passes = (images, buffers, activations, ledger.peak, operations, forward_operations)
+    return BackboneProfile(*passes, parameters, units, token_counts(backbone), getattr(backbone, "embedding", ()))
 
 
 class _UnitWatch:
@@ -179,9 +183,9 @@ class _UnitWatch:
         kept = self._ledger.live - self._entered
         if output.requires_grad:
             output.register_hook(lambda gradient: self._begin_backward(name))
-        inside, tokens = output.numel() * self._width, output.shape[1] if output.dim() == 3 else 1
+        inside = output.numel() * self._width
         done = range(self._start, len(self._ledger.operations))
-        self.units[name] = Unit(name, self._entered, kept, self._split, inside, _bytes(output), tokens, done)
+        self.units[name] = Unit(name, self._entered, kept, self._split, inside, _bytes(output), done)
 
     def _begin_backward(self, name: str) -> None:
         self.end_backward()

@@ -15,24 +15,19 @@ With W, G and S bytes of weights, gradients and optimizer state, n ranks to shar
 """
 
 import functools
-import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 
 from plsc.devices import Device
 from plsc.optim.eight_bit_adamw import block_size
 from plsc.parallel.gradient_compression import ExchangeOptions, PlannedExchange, planned_exchange
-from plsc.parallel.strategies.layout import CUT_WEIGHTS
+from plsc.parallel.strategies.cuts import balanced, batches_held, cut_dimension, splits_tokens, stage_of
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import exchange_options
-
-_COLUMNS = ("attn.qkv", "mlp.fc1")  # split with their biases; those of rows are added once, by every rank
-_ROWS = ("attn.proj", "mlp.fc2")
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Stage:
     parameters: tuple[Parameter, ...]
     activations: int
     transient: int
-    units: tuple[GatheredUnit, ...] = ()
+    units: tuple[GatheredUnit, ...]
     received: int = 0
 
     @property
@@ -90,17 +85,17 @@ class Stage:
 
 def backbone_memory(run: PlanConfig, profile: BackboneProfile, device: Device, stage: int) -> BackboneMemory:
     """The bytes of a rank in a pipeline's stage; ``profile`` is the backbone's at the run's batch and precision."""
-    held = stage_of(run, profile, stage)
+    held = held_stage(run, profile, stage)
     if is_sharded(run):
         return _sharded(run, profile, held)
     return _whole(run, profile, held, device)
 
 
-def stage_of(run: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
+def held_stage(run: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
     """The share of a rank in the pipeline's stage of this number."""
-    one = _micro_batch_of(profile, run.tp, run.pp, run.shard_ranks if is_sharded(run) else 1, number)
-    activations = int(one.activations * _in_flight(run, number))
-    return replace(one, activations=activations, received=_received(run, profile, number))
+    one = _micro_batch_of(profile, run.tp, run.pp, run.pipeline_parts, run.shard_ranks, number)
+    held = batches_held(run.options.pp_schedule, number, run.pp, run.pipeline_micro_batches)
+    return replace(one, activations=int(one.activations * held), received=_received(run, profile, number))
 
 
 def _received(run: PlanConfig, profile: BackboneProfile, stage: int) -> int:
@@ -112,21 +107,21 @@ def _received(run: PlanConfig, profile: BackboneProfile, stage: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, shards: int, number: int) -> Stage:
+def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, parts: int, shards: int, number: int) -> Stage:
     """What a stage holds with one micro-batch under way."""
     blocks, transient = profile.blocks, profile.peak - profile.activations
     if not blocks or tp * pp == 1:
         units = _units(profile, profile.parameters, 1, shards)
         return Stage(profile.parameters, profile.activations, transient, units)
-    stages = dict(zip((block.name for block in blocks), stages_of(len(blocks), pp), strict=True))
-    kept = sum(_kept(block, tp) for block in blocks if stages[block.name] == number)
-    kept += blocks[0].entered - _split_input(blocks[0], tp) if number == 0 else 0
+    spans = balanced(len(blocks), pp * parts)
+    kept = sum(_kept(profile, blocks[place], tp) for span in spans[number::pp] for place in span)
+    kept += blocks[0].entered - _split_input(profile, tp) if number == 0 else 0
     if number == pp - 1:
         behind = profile.activations - blocks[-1].entered - blocks[-1].kept
-        kept += behind if blocks[0].tokens % tp else behind // tp
-    held = (each for each in profile.parameters if _stage_of_parameter(each, stages, pp) == number)
+        kept += behind // tp if splits_tokens(profile.tokens, tp) else behind
+    held = (each for each in profile.parameters if stage_of(each.name, spans, profile.embedding) % pp == number)
     parameters = tuple(_split(each, tp) for each in held)
-    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp, shards) if pp == 1 else ())
+    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp, shards))
 
 
 def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, shards: int) -> tuple[GatheredUnit, ...]:
@@ -141,11 +136,11 @@ def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, s
     unsplit = Counter[str | None]()
     for parameter in profile.parameters:
         unsplit[parameter.unit] += parameter.nbytes
-    less = _split_input(profile.blocks[0], tp) if profile.blocks else 0  # activations, than without tensor parallelism
+    less = _split_input(profile, tp)  # activations, than without tensor parallelism
     units = []
     for unit in profile.units:
         name, is_block = unit.name, unit.is_block and tp > 1
-        kept, output = (_kept(unit, tp), unit.output // tp) if is_block else (unit.kept, unit.output)
+        kept, output = (_kept(profile, unit, tp), unit.output // tp) if is_block else (unit.kept, unit.output)
         entered = unit.entered - less
         backward = unit.backward * weights[name] // max(unsplit[name], 1)
         alive = entered + kept + output
@@ -154,53 +149,25 @@ def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, s
     return tuple(units)
 
 
-def _in_flight(run: PlanConfig, stage: int) -> Fraction:
-    """Micro-batches whose activations a stage holds at a time.
-
-    An interleaved one warms up with 2·(K − 1 − stage) + (v − 1)·K passes of its v parts, and adds one (Narayanan et
-    al., 2021, section 2.2; torch's ScheduleInterleaved1F1B): each holds a v-th of a micro-batch's activations.
-    """
-    micro_batches = Fraction(run.pipeline_micro_batches)
-    if run.config.parallel.pp_schedule == "gpipe":
-        return micro_batches
-    if (parts := run.pipeline_parts) > 1:
-        passes = 2 * (run.pp - 1 - stage) + (parts - 1) * run.pp + 1
-        return min(Fraction(passes, parts), micro_batches)
-    return min(Fraction(run.pp - stage), micro_batches)
+def _split_input(profile: BackboneProfile, tp: int) -> int:
+    """Bytes of the first block's input that are other ranks', where tokens are split."""
+    output = profile.blocks[0].output if splits_tokens(profile.tokens, tp) else 0
+    return output - output // tp
 
 
-def stages_of(blocks: int, stages: int) -> list[int]:
-    """The stage of each block; the first stages hold one more where they cannot be equal."""
-    size, larger = divmod(blocks, stages)
-    return [stage for stage in range(stages) for _ in range(size + (stage < larger))]
-
-
-def _stage_of_parameter(parameter: Parameter, stages: Mapping[str, int], pp: int) -> int:
-    """The stem's weights are the first stage's; those behind the blocks the last's."""
-    end = 0 if any(word in parameter.name for word in ("embed", "token")) else pp - 1
-    return stages.get(parameter.unit or "", end)
-
-
-def _split_input(block: Unit, tp: int) -> int:
-    """Bytes of a block's input that are other ranks' where tokens are split."""
-    return 0 if block.tokens % tp else block.output - block.output // tp
-
-
-def _kept(block: Unit, tp: int) -> int:
+def _kept(profile: BackboneProfile, block: Unit, tp: int) -> int:
     """Activations that a block keeps: with tokens split all but the gathered inputs, else those within its branches."""
-    if block.tokens % tp:
+    if not splits_tokens(profile.tokens, tp):
         return block.kept - block.split + block.split // tp
     gathered = min(2 * block.input, block.kept)  # a block that is recomputed keeps its output alone
     return gathered + (block.kept - gathered) // tp
 
 
 def _split(parameter: Parameter, tp: int) -> Parameter:
-    layer, _, kind = parameter.name.rpartition(".")
-    dim = 0 if layer.endswith(_COLUMNS) else 1 if layer.endswith((*_ROWS, "feature.0")) and kind == "weight" else None
-    if dim is None or tp == 1:
-        return parameter
+    """A weight as a rank of a group has it."""
+    dim = cut_dimension(parameter.name)
     shape = tuple(-(-size // tp) if number == dim else size for number, size in enumerate(parameter.shape))
-    return Parameter(parameter.name, shape, parameter.itemsize, parameter.is_trained, parameter.unit)
+    return replace(parameter, shape=shape)
 
 
 def nbytes(parameters: Iterable[Parameter], ranks: int = 1) -> int:
@@ -219,7 +186,7 @@ def gathered_bytes(parameters: Iterable[Parameter], ranks: int) -> int:
 
 def is_sharded(run: PlanConfig) -> bool:
     """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
-    return run.strategy in CUT_WEIGHTS or (run.tp > 1 and run.data_ranks > 1)
+    return run.gathering_passes > 0
 
 
 def _whole(run: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
@@ -252,7 +219,7 @@ def _whole(run: PlanConfig, profile: BackboneProfile, stage: Stage, device: Devi
 
 def _sharded(run: PlanConfig, profile: BackboneProfile, stage: Stage) -> BackboneMemory:
     """Of fully_shard: the shards lie on the device, or on the host, and what is gathered comes on top."""
-    ranks, offload = run.shard_ranks, run.config.parallel.offload
+    ranks, offload, gathers_once = run.shard_ranks, run.config.parallel.offload, run.gathering_passes == 1
     weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
     states = state_bytes(run, stage.trained, ranks)
     average = weights if run.config.ema_decay else 0
@@ -263,12 +230,12 @@ def _sharded(run: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backbon
     # gradients of micro-batches add up before a sum
     whole = nbytes(stage.trained) if run.micro_batches > 1 or run.pp > 1 else 0
     # gathered from the forward pass to the backward's end
-    root = gathered_bytes((p for p in stage.parameters if p.unit is None or run.gathers_once), ranks)
+    root = gathered_bytes((p for p in stage.parameters if p.unit is None or gathers_once), ranks)
     root += stage.received
     if run.pp > 1:
         backward = stage.activations + stage.transient + whole
     else:
-        units = tuple(replace(unit, weights=0) for unit in stage.units) if run.gathers_once else stage.units
+        units = tuple(replace(unit, weights=0) for unit in stage.units) if gathers_once else stage.units
         backward = _gathered_peak(replace(stage, units=units), whole, 0 if offload else ranks)
     summed = 0 if offload else trained
     return BackboneMemory(
@@ -306,30 +273,16 @@ def _gathered_peak(stage: Stage, whole: int, ranks: int) -> int:
     return peak
 
 
-def gathered_together(stage: Stage) -> list[list[Parameter]]:
-    """The weights of each unit that fsdp gathers; those of none, the root's, are left out."""
-    units: dict[str, list[Parameter]] = {}
-    for parameter in stage.parameters:
-        if parameter.unit is not None:
-            units.setdefault(parameter.unit, []).append(parameter)
-    return list(units.values())
-
-
 def frees_gradients(run: PlanConfig) -> bool:
     """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
     return run.data_ranks == 1 and run.micro_batches == 1
 
 
 def partitions(run: PlanConfig, trained: Iterable[Parameter]) -> list[list[Parameter]]:
-    """The weights that each rank steps: of zero1's, to whose emptiest torch gives the largest first; else all."""
-    ranks = run.data_ranks if run.strategy == "zero1" else 1
-    loads: list[tuple[int, int]] = [(0, rank) for rank in range(ranks)]
-    parts: list[list[Parameter]] = [[] for _ in range(ranks)]
-    for parameter in sorted(trained, key=lambda parameter: parameter.nbytes, reverse=True):
-        load, rank = loads[0]
-        parts[rank].append(parameter)
-        heapq.heapreplace(loads, (load + parameter.nbytes, rank))
-    return parts
+    """The weights that each rank steps and gives to the others; one part where every rank steps all that it holds."""
+    weights = list(trained)
+    parts = run.kind.stepped_weights([weight.nbytes for weight in weights], run.data_ranks)
+    return [[weights[place] for place in part] for part in parts]
 
 
 def state_bytes(run: PlanConfig, parameters: Iterable[Parameter], ranks: int = 1) -> int:

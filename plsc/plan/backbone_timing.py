@@ -25,11 +25,10 @@ from plsc.plan.backbone_memory import (
     Stage,
     exchange_of,
     gathered_bytes,
-    gathered_together,
+    held_stage,
     is_sharded,
     nbytes,
     partitions,
-    stage_of,
 )
 from plsc.plan.devices import HOST_BANDWIDTH, Collective, Links
 from plsc.plan.plan_config import PlanConfig
@@ -69,7 +68,7 @@ def plan_backbone_time(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step's backbone on the slowest rank by part: those that add up, and those that pass beside them."""
     number = _busiest_stage(run, profile)
-    stage = stage_of(run, profile, number)
+    stage = held_stage(run, profile, number)
     passes, bubble = _passes(run, profile, device, efficiency)
     exchange = exchange_of(run, stage.parameters)
     gathered, reduced = _gathered(run, stage, links), _reduced(run, stage, links, exchange)
@@ -146,7 +145,7 @@ def _passes(run: PlanConfig, profile: BackboneProfile, device: Device, efficienc
 
 def _busiest_stage(run: PlanConfig, profile: BackboneProfile) -> int:
     """The number of the stage with most weights to exchange: the first or the last."""
-    return max({0, run.pp - 1}, key=lambda number: nbytes(stage_of(run, profile, number).trained))
+    return max({0, run.pp - 1}, key=lambda number: nbytes(held_stage(run, profile, number).trained))
 
 
 def _exposed(seconds: float, beside: float) -> float:
@@ -159,21 +158,18 @@ def _gathered(run: PlanConfig, stage: Stage, links: Links) -> float:
     if not is_sharded(run):
         return 0.0
     ranks, per_node, tp = run.shard_ranks, run.per_node, run.tp
-    units = [gathered_bytes(unit, ranks) for unit in gathered_together(stage)]
+    units = [unit.weights for unit in stage.units if unit.weights]
     root = gathered_bytes(stage.parameters, ranks) - sum(units)
-    passes, times = _gathers(run)
+    passes, times = run.gathering_passes, _gathers(run)
     moved = times * (passes * sum(units) + root)
     calls = times * (passes * len(units) + 1)
     seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
     return seconds + (moved / ranks / links.bus if run.config.parallel.offload else 0.0)
 
 
-def _gathers(run: PlanConfig) -> tuple[int, int]:
-    """In how many passes of a batch, and for how many batches of a step, weights are gathered.
-
-    A pipeline's stage keeps what it gathered for all micro-batches.
-    """
-    return 1 if run.gathers_once else 2, run.config.optim.accumulate if run.pp > 1 else run.micro_batches
+def _gathers(run: PlanConfig) -> int:
+    """Batches of a step for which weights are gathered: a pipeline's stage keeps them for all its micro-batches."""
+    return run.config.optim.accumulate if run.pp > 1 else run.micro_batches
 
 
 def _reduced(run: PlanConfig, stage: Stage, links: Links, exchange: PlannedExchange) -> float:
@@ -186,7 +182,7 @@ def _reduced(run: PlanConfig, stage: Stage, links: Links, exchange: PlannedExcha
         return links.seconds(copies * sent, ranks, per_node, collective=kind, stride=tp)
     shards = run.shard_ranks
     replicas = ranks // shards
-    calls = len(gathered_together(stage)) + 1
+    calls = sum(unit.weights > 0 for unit in stage.units) + 1
     filled = sent * gathered_bytes(stage.trained, shards) / max(nbytes(stage.trained), 1)
     scattered = filled * (shards - 1) / shards
     seconds = links.seconds(scattered, shards, per_node, collective="reduce_scatter", stride=tp, calls=calls)
@@ -201,15 +197,12 @@ def _shards_copied(run: PlanConfig, stage: Stage) -> int:
         return 0
     ranks = run.shard_ranks
     gathered, summed = gathered_bytes(stage.parameters, ranks), gathered_bytes(stage.trained, ranks)
-    passes, times = _gathers(run)
-    return 2 * passes * times * gathered + 2 * summed
+    return 2 * run.gathering_passes * _gathers(run) * gathered + 2 * summed
 
 
 def _broadcast(run: PlanConfig, stage: Stage, links: Links) -> float:
-    """Seconds in which zero1's ranks give each other the weights that they stepped, one after another."""
-    ranks = run.data_ranks
-    if run.strategy != "zero1":
-        return 0.0
+    """Seconds in which ranks give each other the weights that each of them stepped, one after another."""
+    ranks = len(partitions(run, stage.trained))
     moved = nbytes(stage.trained) * (ranks - 1) / ranks
     calls = min(ranks, len(stage.trained))
     return links.seconds(moved, ranks, run.per_node, collective="broadcast", calls=calls)
@@ -219,7 +212,7 @@ def _update(run: PlanConfig, stage: Stage, device: Device) -> float:
     """Gradients twice (norm, update), weights and states there and back; the moving average likewise."""
     ranks = run.shard_ranks
     weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
-    stepped = max(map(nbytes, partitions(run, stage.trained))) if run.strategy == "zero1" else trained
+    stepped = max(nbytes(part, ranks) for part in partitions(run, stage.trained))
     moved = trained + (3 + 2 * run.backbone_states) * stepped + (3 * weights if run.config.ema_decay else 0)
     speed = HOST_BANDWIDTH / run.per_node if run.config.parallel.offload else device.bandwidth
     return moved / speed

@@ -17,7 +17,6 @@ from plsc.plan.memory import (
     WRITES,
     PassShape,
     chunk_rows,
-    clips_head,
     fused_tile,
     pass_shape,
     row_bytes,
@@ -47,7 +46,7 @@ def head_traffic(run: PlanConfig, device: Device) -> HeadTraffic:
     by_shape = {"fused": _first_fused, "stored": _first_stored, "plain": _first_plain}
     first = step.micro_batches * by_shape[step.shape(1)](step)
     second = _second(step) + _updated(step)
-    clipped = _second(step) + _gradient_norm(step) if clips_head(run) else 0
+    clipped = _second(step) + _gradient_norm(step) if run.clips_head else 0
     return HeadTraffic(
         first + second + clipped + _drawn(step) + _staged(step),
         step.micro_batches * (_samples(step) + (_partial_sums(step) if step.shape(1) == "fused" else 0))
@@ -130,8 +129,8 @@ def _second(step: _Step) -> int:
 
 def _updated(step: _Step) -> int:
     """The update of rows whose gradient is stored: it, all of a row there and back, their numbers in the shard."""
-    copied = 7 * step.state if step.run.config.keeps_rows else 0  # copies made, read, chosen from, and stored
-    return step.updated * (step.dim * _FLOAT + 2 * step.state + copied + _local_numbers(step))
+    row = 2 * step.state + kept_rows_traffic(step.run, step.state)
+    return step.updated * (step.dim * _FLOAT + row + _local_numbers(step))
 
 
 def _gradient_norm(step: _Step) -> int:
@@ -202,7 +201,7 @@ def _staged(step: _Step) -> int:
     if not step.is_copied:
         return 0
     if not step.is_sampled:
-        passes = step.micro_batches + clips_head(step.run)
+        passes = step.micro_batches + step.run.clips_head
         chunks = step.chunks(2)
         # a pass of few chunks is over before the updates of the last step have returned
         late = step.state if len(chunks) <= WRITES + 1 else 0
@@ -250,7 +249,7 @@ def _features_again(step: _Step) -> int:
     """The embeddings as the passes read them for each chunk, and what PyTorch's first pass adds for each."""
     features = step.batch * step.micro_batches * step.dim * step.width
     summed = step.batch * step.micro_batches * step.dim * (_FLOAT + 12)
-    second = len(step.chunks(2)) * (1 + clips_head(step.run)) * (1 if step.shape(2) == "fused" else 2)
+    second = len(step.chunks(2)) * (1 + step.run.clips_head) * (1 if step.shape(2) == "fused" else 2)
     if step.shape(1) == "fused":
         return features * (len(step.launches(1)) + second)
     zeros = step.batch * step.micro_batches * step.dim * _FLOAT + features  # made like them, which counts as read

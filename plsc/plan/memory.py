@@ -15,13 +15,12 @@ from plsc.head.backends.triton_passes import scratch_bytes
 from plsc.head.backends.triton_shape import computed as stored_from
 from plsc.head.backends.triton_stored import row_options, summed_classes
 from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
-from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
-from plsc.head.kept_rows import COPIED_ROWS
-from plsc.head.undo_journal import journal_bytes
+from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
 from plsc.plan.plan_config import PlanConfig
+from plsc.plan.table_terms import journal_disk, replicas_chunk
 from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
@@ -80,6 +79,11 @@ def row_bytes(config: Config) -> dict[str, int]:
     return _row_bytes(replace(config, parallel=ParallelConfig(), data=DataConfig(), backbone=""))
 
 
+def row_size(run: PlanConfig) -> int:
+    """Bytes of a row of the run's table, with its state and norm."""
+    return sum(row_bytes(run.config).values())
+
+
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
     single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False), features=())
@@ -107,10 +111,11 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
     kept, stored, host = Counter[str](), backbone.stored, 0
     for table in run.tables if has_head else ():
         parts = {name: size * table.rows for name, size in row_bytes(table.config).items()}
-        if table.is_fixed:  # no checkpoint holds them: they are read from their own source
-            kept[table.name] = sum(parts.values())
+        if table.fixed:
+            kept[table.fixed] = sum(parts.values())
             continue
-        stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.head.journal)
+        if journal_disk(table, 0) is None:
+            stored += sum(size for name, size in parts.items() if name != "1/norms")
         if table.placement != "device":
             host += sum(parts.values())
         else:
@@ -126,7 +131,7 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
 
 def head_memory(run: PlanConfig, device: Device) -> tuple[int, int]:
     """Bytes of a rank's resident table with its state, and the most that a step of the head takes on top of it."""
-    table = sum(row_bytes(run.config).values()) * run.rows
+    table = row_size(run) * run.rows
     passes = [_block(run, device, passes=1), _block(run, device, passes=2) + _member(run)]
     return table, _waiting(run) + max(passes)
 
@@ -135,14 +140,9 @@ def chunk_rows(run: PlanConfig, device: Device, *, passes: int = 2) -> int:
     """Rows that pass 1, or pass 2, has in hand at a time."""
     head = run.config.head
     classes = default_chunk_size(run.samples_of(passes), run.dim, head.centers, device.kind)
-    if passes == 2 and _overlaps_sums(run):
-        classes = overlapped_chunk_size(classes, run.updated_rows // head.centers)
+    if passes == 2:
+        classes, _ = replicas_chunk(run, classes)
     return min(classes * head.centers, run.rows_of(passes))
-
-
-def _overlaps_sums(run: PlanConfig) -> bool:
-    """Return whether a chunk's gradient is summed over replicas while the next one is computed."""
-    return run.replicas > 1 and run.placement == "device"
 
 
 def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool) -> dict[str, int]:
@@ -159,7 +159,7 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
     widened = max(min(table.rows, NORM_BLOCK_ROWS) for table in tables) * run.dim * 8
     after = backbone.gradients + waiting + sum(map(_member, tables))
     first = max(_block(table, device, passes=1) for table in tables)
-    second = max(_block(table, device, passes=2) + _kept(table) for table in tables)
+    second = max(_block(each, device, passes=2) + kept_rows_memory(each, row_size(each)) for each in tables)
     phases = {
         "head, first pass": backbone.forward + waiting + first + staged["first"],
         "backbone, backward pass": backbone.backward + waiting + staged["between"],
@@ -167,22 +167,15 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
         "backbone, update": backbone.gradients + backbone.update + staged["between"],
         "head, first norms": backbone.forward + waiting + widened,
     }
-    if clips_head(run):
-        norm = max(_norm_block(table, device) for table in tables)
+    if run.clips_head:
+        norm = max(_block(table, device, passes=2, updates=False) for table in tables)
         phases["head, gradient's norm"] = after + norm + staged["norm"]
     return phases
 
 
-def _kept(run: PlanConfig) -> int:
-    """Of rows that are updated beside frozen ones: copies of all that is stored of them, and the weights chosen."""
-    if not run.config.keeps_rows:
-        return 0
-    return min(COPIED_ROWS, run.updated_rows) * (sum(row_bytes(run.config).values()) + run.dim * run.weight_width)
-
-
 def _waiting(run: PlanConfig) -> int:
     """What pass 2 needs of each micro-batch: its embeddings, gathered, the rows of its filter, and sampled classes."""
-    if run.is_fixed:  # there is no pass 2
+    if run.fixed:  # there is no pass 2
         return 0
     embeddings = run.group_batch * run.dim * run.weight_width * (1 + run.filter_rows)
     sampled = 8 * run.visited_rows if run.is_sampled else 0
@@ -232,11 +225,6 @@ def stored_widths(run: PlanConfig) -> list[int]:
     return [run.weight_width] if row_kernel_options(run) is not None else [_FLOAT, run.weight_width]
 
 
-def clips_head(run: PlanConfig) -> bool:
-    """Whether pass 2 runs once more before the update, for the norm of the gradient."""
-    return run.config.optim.clip_head and run.config.optim.clip_norm > 0
-
-
 def fused_tile(run: PlanConfig) -> Tile:
     """Of Triton's first fused pass on an H100."""
     dtype, precision = _numbers(run)
@@ -252,12 +240,12 @@ def _partial_sums(run: PlanConfig) -> int:
 
 def _gradients(run: PlanConfig, rows: int) -> int:
     """Float32 gradients of chunks of rows: the one that is made, the one that is updated, one that replicas sum."""
-    at_once = min((3 if _overlaps_sums(run) else 2) * rows, run.updated_rows)
-    return at_once * run.dim * 4
+    _, chunks = replicas_chunk(run, rows)
+    return min(chunks * rows, run.updated_rows) * run.dim * _FLOAT
 
 
-def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
-    """A chunk's scratch: that of the kernels, or of PyTorch's passes."""
+def _block(run: PlanConfig, device: Device, *, passes: int, updates: bool = True) -> int:
+    """A chunk's scratch: that of the kernels, or of PyTorch's passes; pass 2 may run for a norm, without updates."""
     rows, shape = chunk_rows(run, device, passes=passes), pass_shape(run, device, passes)
     if shape == "stored":
         return _stored_block(run, rows, passes=passes)
@@ -266,15 +254,7 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     if passes == 1:
         sums = run.group_batch * run.dim * _FLOAT  # of rows that are pulled together
         return _plain_block(run, rows, passes=1) + 2 * sums
-    return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels else _PLAIN_COPIES)
-
-
-def _norm_block(run: PlanConfig, device: Device) -> int:
-    """A chunk's scratch where pass 2 runs for the norm of its gradient alone."""
-    rows, shape = chunk_rows(run, device), pass_shape(run, device, 2)
-    if shape == "fused":
-        return _gradients(run, rows)
-    return (_stored_block if shape == "stored" else _plain_block)(run, rows, passes=2)
+    return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels or not updates else _PLAIN_COPIES)
 
 
 def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:
@@ -367,16 +347,13 @@ def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     config = run.config
     keep = config.checkpoint.keep
     files, journals, stored = 0, 0, 0
-    for table in (table for table in run.tables if not table.is_fixed):
-        head, columns = table.config.head, row_bytes(table.config)
-        row, is_mapped = sum(columns.values()), table.placement == "mmap"
-        files += table.rows * row if is_mapped else 0
-        if is_mapped and head.journal:
-            steps = 0 if config.checkpoint.every_minutes else config.checkpoint.every_steps
-            share = table.updated_rows / max(table.rows, 1)
-            journals += (keep.last + 1) * journal_bytes(table.rows, row, share, steps)
+    for table in (table for table in run.tables if not table.fixed):
+        row, journal = row_size(table), journal_disk(table, row_size(table))
+        files += table.rows * row if table.placement == "mmap" else 0
+        if journal is None:
+            stored += table.classes * table.config.head.centers * (row - row_bytes(table.config)["1/norms"])
         else:
-            stored += table.classes * head.centers * (row - columns["1/norms"])
+            journals += journal
     trained = [parameter for parameter in profile.parameters if parameter.is_trained]
     weights = profile.weights + profile.buffers
     backbone = (2 if config.ema_decay else 1) * weights + state_bytes(run, trained)

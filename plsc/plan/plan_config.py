@@ -10,7 +10,7 @@ from plsc.config.sections import AUTO
 from plsc.devices import Device
 from plsc.errors import UsageError
 from plsc.parallel.mesh import check_head_ranks
-from plsc.parallel.strategies.layout import CUT_WEIGHTS
+from plsc.parallel.strategies import STAGES_OF_A_RANK, Strategy, StrategyOptions, class_within_a_stage
 
 # How the table can be stored, from the most exact down: (weights, momentum or moments).
 STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
@@ -25,7 +25,7 @@ class PlanConfig:
     the last stage have all of it.
 
     Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``batch_share``.
-    One that ``is_fixed`` is met by every sample, no step updates it, and no checkpoint holds it.
+    One that no step updates and no checkpoint holds is ``fixed``: what it is, in words.
     """
 
     config: Config
@@ -36,8 +36,8 @@ class PlanConfig:
     placement: str = "device"
     name: str = ""
     batch_share: float = 1.0
+    fixed: str = ""
     others: tuple["PlanConfig", ...] = ()
-    is_fixed: bool = False
 
     @property
     def tables(self) -> tuple["PlanConfig", ...]:
@@ -50,9 +50,19 @@ class PlanConfig:
         return -(-self.config.data.batch_size // self.pipeline_micro_batches)
 
     @property
+    def options(self) -> StrategyOptions:
+        """How the backbone lies on the ranks."""
+        return self.config.parallel.strategy_options()
+
+    @property
+    def kind(self) -> type[Strategy]:
+        """The strategy of the ranks that hold the same layers."""
+        return class_within_a_stage(self.options, self.data_ranks, offload=self.config.parallel.offload)
+
+    @property
     def pipeline_micro_batches(self) -> int:
         """Micro-batches that are in a pipeline together; 1 without one."""
-        return (self.config.parallel.pp_micro_batches or 2 * self.pp) if self.pp > 1 else 1
+        return self.options.micro_batches
 
     @property
     def tp(self) -> int:
@@ -67,14 +77,7 @@ class PlanConfig:
     @property
     def pipeline_parts(self) -> int:
         """Parts of the backbone on each rank of a pipeline: several of an interleaved one."""
-        return 2 if self.config.parallel.pp_schedule == "interleaved" else 1
-
-    @property
-    def strategy(self) -> str:
-        """Of the backbone: with one rank that is not offloaded, all are one."""
-        parallel = self.config.parallel
-        is_alone = self.data_ranks == 1 and not parallel.offload
-        return "ddp" if is_alone else parallel.strategy
+        return STAGES_OF_A_RANK[self.config.parallel.pp_schedule]
 
     @property
     def model_ranks(self) -> int:
@@ -84,20 +87,17 @@ class PlanConfig:
     @property
     def data_ranks(self) -> int:
         """Numbers of batches under way at a time."""
-        return self.world // self.model_ranks
+        return self.options.data_ranks(self.world)
 
     @property
     def shard_ranks(self) -> int:
         """Ranks over which weights, gradients and the optimizer's state are sharded; 1 where they are whole."""
-        parallel = self.config.parallel
-        if self.strategy == "hsdp":
-            return min(parallel.shard_ranks or max(self.per_node // self.tp, 1), self.data_ranks)
-        return self.data_ranks if self.strategy in CUT_WEIGHTS else 1
+        return self.options.shards(self.world, self.per_node)
 
     @property
-    def gathers_once(self) -> bool:
-        """Whether weights that were gathered for a forward pass stay for the backward pass."""
-        return self.strategy == "zero2" or self.pp > 1
+    def gathering_passes(self) -> int:
+        """Passes of a batch for which weights are gathered, by an engine that sums gradients onto shards; 0: none."""
+        return self.kind.gathering_passes(self.data_ranks, self.pp)
 
     @property
     def samples(self) -> int:
@@ -147,7 +147,7 @@ class PlanConfig:
     @property
     def updated_rows(self) -> int:
         """Rows of this rank that any of a step's micro-batches visits, each of which draws its own, if not frozen."""
-        if self.is_fixed or self.config.keeps_rows == "all":
+        if self.fixed or self.config.keeps_rows == "all":
             return 0
         missed = 1 - self.visited_rows / max(self.rows, 1)
         return round(self.rows * (1 - missed**self.micro_batches))
@@ -169,6 +169,11 @@ class PlanConfig:
     def is_sampled(self) -> bool:
         """True where a step visits some of the rows only."""
         return self.config.head.sample_rate < 1
+
+    @property
+    def clips_head(self) -> bool:
+        """Whether pass 2 runs once more before the update, for the norm of the gradient."""
+        return self.config.optim.clip_head and self.config.optim.clip_norm > 0
 
     def rows_of(self, passes: int) -> int:
         """Rows that pass 1, or pass 2, goes over."""

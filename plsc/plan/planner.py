@@ -24,7 +24,7 @@ from plsc.plan.advice import (
     storages,
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
-from plsc.plan.memory import plan_disk, row_bytes
+from plsc.plan.memory import plan_disk, row_size
 from plsc.plan.plan_config import UNITS_OF, PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
 
@@ -56,7 +56,7 @@ class Plan:
         run, device = self.configured.run, self.hardware.device
         profile = profile_of(run)
         return {
-            "classes": sum(table.classes for table in run.tables if not table.is_fixed),
+            "classes": sum(table.classes for table in run.tables if not table.fixed),
             "tables": [_table_dict(table) for table in run.tables] if run.others else [],
             "embedding_dim": run.config.embedding_dim,
             "backbone": run.config.backbone,
@@ -66,7 +66,7 @@ class Plan:
             "gpu_memory": self.hardware.memory,
             "device": {"name": device.name, "flops": device.products, "bandwidth": device.bandwidth},
             "links": {"inside": self.hardware.links.inside, "between": self.hardware.links.between},
-            "bytes_per_class": sum(row_bytes(run.config).values()) * run.config.head.centers,
+            "bytes_per_class": row_size(run) * run.config.head.centers,
             "backbone_flops_per_image": profile.flops / profile.images,
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
@@ -147,7 +147,7 @@ def plan(
     """
     check_ranks(gpus, gpus_per_node, config.head_ranks)
     if config.parallel.strategy != "auto":
-        config.parallel.strategy_options().check_world(gpus)
+        config.parallel.strategy_options().check_world(gpus, offload=config.parallel.offload)
     counts = [classes] if isinstance(classes, int) else list(classes)
     if min(counts) < 1:
         raise UsageError(f"--classes {min(counts)}: at least one is needed")
@@ -205,9 +205,8 @@ def _heading(plan: Plan) -> Iterable[str]:
     for table in run.tables:
         share = f", {table.batch_share:.3g} of a batch" if table.batch_share < 1 else ""
         name = f"table {table.name}: " if table.name else ""
-        if table.is_fixed:
-            size = f"{table.classes:,} x {config.embedding_dim}"
-            yield f"{table.name}: {size}, stored as {table.storage[0]}, exact, updated by no step"
+        if table.fixed:
+            yield f"{table.fixed}: {table.classes:,} x {config.embedding_dim}, stored as {table.storage[0]}, exact"
             continue
         yield f"{name}{table.classes:,} classes x {config.embedding_dim}, {_head(table, plan.hardware.device)}{share}"
     yield (
@@ -217,7 +216,7 @@ def _heading(plan: Plan) -> Iterable[str]:
 
 
 def _table_dict(table: PlanConfig) -> dict[str, Any]:
-    row = sum(row_bytes(table.config).values()) * table.config.head.centers
+    row = row_size(table) * table.config.head.centers
     return {"name": table.name, "classes": table.classes, "batch_share": table.batch_share, "bytes_per_class": row}
 
 
@@ -344,7 +343,7 @@ def _largest(plan: Plan) -> Iterable[str]:
     run = plan.configured.run
     yield f"The most classes on these GPUs{f' in table {run.name}, beside the others' if run.name else ''}, exact"
     for (storage, placement), classes in plan.largest.items():
-        row = sum(row_bytes(run.stored_as(*storage).config).values()) * run.config.head.centers
+        row = row_size(run.stored_as(*storage)) * run.config.head.centers
         where = "" if placement == "device" else ", in host memory"
         yield _line(storage_label(storage) + where, f"{classes:>15,}   ({row:,} bytes each)")
 

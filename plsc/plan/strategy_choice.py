@@ -41,7 +41,7 @@ def comparison(run: PlanConfig, hardware: Hardware) -> list[Estimate]:
     names = ("ddp",) if run.data_ranks == 1 else ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     layouts = [plain.placed(strategy=name) for name in names]
     if not 1 < layouts[-1].shard_ranks < run.data_ranks:
-        layouts = [each for each in layouts if each.strategy != "hsdp"]
+        layouts = [each for each in layouts if each.config.parallel.strategy != "hsdp"]
     found = [estimate(each, hardware) for layout in layouts for each in _valid(layout, {}, offload=False)]
     if hardware.host_memory is not None:
         offloaded = _valid(plain.placed(strategy="fsdp"), {}, offload=True)
@@ -204,7 +204,7 @@ def _valid(layout: PlanConfig, changes: dict[str, Any], *, offload: bool) -> Ite
 @functools.lru_cache(maxsize=4096)
 def _check(config: Config, world: int) -> None:
     check_together(config)
-    config.parallel.strategy_options().check_world(world)
+    config.parallel.strategy_options().check_world(world, offload=config.parallel.offload)
 
 
 def _fastest_of(layout: PlanConfig, hardware: Hardware) -> Iterator[Estimate]:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from plsc.devices import PRODUCT_SHARE, Device
 from plsc.head.backends.triton_shape import LARGE_SHARE
-from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
 from plsc.plan.head_traffic import head_traffic
-from plsc.plan.memory import clips_head, pass_shape, row_bytes, stored_widths
+from plsc.plan.memory import pass_shape, row_bytes, stored_widths
 from plsc.plan.plan_config import PlanConfig
+from plsc.plan.table_terms import replicas_sum
 
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
 _STORED_SHARE = LARGE_SHARE / PRODUCT_SHARE  # of the speed of large products, as the choice of stored weights takes it
@@ -55,11 +55,10 @@ def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: 
         head = head_seconds(table, device)
         on_device = sum(head.values())
         bus = _bus(table, links)
-        summed = _replicas_sum(table, links)
-        summed_meanwhile = _hidden_sum(table, summed, head["head, products"])
+        summed, summed_meanwhile = replicas_sum(table, links, head["head, products"])
         for name, seconds in (head | _head_collectives(table, links)).items():
             parts[name] += seconds
-        parts["head, replicas' gradients summed"] += summed - summed_meanwhile
+        parts["head, replicas' gradients summed"] += summed
         parts["host bus, not hidden"] += max(bus - on_device, 0.0)
         hidden["head, replicas' gradients summed"] += summed_meanwhile
         hidden["host bus"] += min(bus, on_device)
@@ -109,21 +108,6 @@ def _head_collectives(run: PlanConfig, links: Links) -> dict[str, float]:
     }
 
 
-def _replicas_sum(run: PlanConfig, links: Links) -> float:
-    """Seconds per step of the sum of a replicated table's gradients over its replicas."""
-    copies = run.replicas
-    passes = 2 if clips_head(run) else 1  # the norm is that of the sum
-    moved = passes * 8 * run.config.embedding_dim * run.updated_rows * (copies - 1) / copies
-    return links.seconds(moved, copies, run.per_node, collective="all_reduce", stride=run.head_ranks)
-
-
-def _hidden_sum(run: PlanConfig, summed: float, products: float) -> float:
-    """Seconds of the replicas' sum beside the second pass, which makes half of the ``products``; all but a chunk's."""
-    if run.placement != "device":
-        return 0.0
-    return min(summed * (1 - 1 / OVERLAPPED_CHUNKS), products / 2)
-
-
 def _bus(run: PlanConfig, links: Links) -> float:
     """Rows of a table in host memory: weights for all passes and state come, both return; directions do not share.
 
@@ -133,7 +117,7 @@ def _bus(run: PlanConfig, links: Links) -> float:
         return 0.0
     row = row_bytes(run.config)
     # sampled rows stay between the passes; else each micro-batch's first pass takes the whole table
-    passes = run.micro_batches + clips_head(run)
+    passes = run.micro_batches + run.clips_head
     again = passes * row["class weights"] if run.config.head.sample_rate >= 1 else 0
     rows = run.updated_rows or run.visited_rows  # frozen ones come too
     return (sum(row.values()) + again) * rows / links.bus

@@ -67,17 +67,8 @@ class CompatibleConfig(FeatureConfig):
         )
         optim = OptimConfig(accumulate=run.config.optim.accumulate)
         config = replace(run.config, head=own, optim=optim)
-        return [
-            replace(
-                run,
-                config=config,
-                classes=classes,
-                placement="device",
-                name="old class centres",
-                batch_share=1.0,
-                is_fixed=True,
-            )
-        ]
+        of_table = {"name": "compatible.with", "fixed": "old class centres", "placement": "device", "batch_share": 1.0}
+        return [replace(run, config=config, classes=classes, **of_table)]  # type: ignore[arg-type]
 
     def make(self, run: "Config") -> "Compatible":
         """See :meth:`FeatureConfig.make`."""

@@ -126,6 +126,32 @@ class Strategy:
         self.head_mesh: Mesh | None = layout.stage
         self.data_rank, self.data_ranks = layout.stage.rank, layout.stage.world_size
 
+    @classmethod
+    def gathering_passes(cls, data_ranks: int, pp: int) -> int:
+        """Say, to ``plsc plan`` too, in how many passes of a batch an engine gathers weights and then sums onto shards.
+
+        Args:
+            data_ranks: that see different images.
+            pp: ranks of a pipeline; 1: none.
+
+        Returns:
+            1, the weights stay for the backward pass; 2, they are gathered again; 0, no engine does.
+        """
+        return 0
+
+    @classmethod
+    def stepped_weights(cls, sizes: Sequence[int], data_ranks: int) -> list[list[int]]:
+        """Say, for ``plsc plan``, which weights each rank steps and gives to the others.
+
+        Args:
+            sizes: bytes of the trained weights.
+            data_ranks: that see different images.
+
+        Returns:
+            Places in ``sizes`` by rank; a single list where each rank steps all that it holds.
+        """
+        return [list(range(len(sizes)))]
+
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines; empty: it is whole on each."""
         return ""

@@ -35,6 +35,12 @@ class FullySharded(Strategy):
         self._shards, self._replicas = layout.size("shard"), layout.size("replicate")
         self._sharded: dict[str, nn.Parameter] = {}
 
+    @classmethod
+    def gathering_passes(cls, data_ranks: int, pp: int) -> int:
+        """See :meth:`Strategy.gathering_passes`."""
+        # the micro-batches of a pipeline compute with the same weights, gathered once (torchtitan does the same)
+        return 2 if pp == 1 and cls._reshards_after_forward else 1
+
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""
         name = f"hsdp, {self._replicas} replicas" if self._replicas > 1 else self._name
@@ -42,14 +48,13 @@ class FullySharded(Strategy):
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Shard each block, then what is left, in place."""
-        wrapping = self.wrapping
+        wrapping, gathers = self.wrapping, self.gathering_passes(self.data_ranks, self._layout.size("pp"))
         self.steps_on_device = not wrapping.offload
         return shard_units(
             backbone,
             wrapping.compile is not None,
             mesh=self._layout.along("replicate", "shard"),
-            # the micro-batches of a pipeline compute with the same weights, gathered once (torchtitan does the same)
-            reshard_after_forward=None if self._layout.size("pp") == 1 and self._reshards_after_forward else False,
+            reshard_after_forward=None if gathers == 2 else False,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=wrapping.reduce_dtype),
             offload_policy=self._offload_policy(),
         )

@@ -41,8 +41,8 @@ class StrategyOptions:
     pp_schedule: str = "1f1b"
     pp_micro_batches: int = 0
 
-    def check_world(self, world_size: int) -> None:
-        """UsageError unless so many ranks can be arranged like that."""
+    def check_world(self, world_size: int, *, offload: bool = False) -> None:
+        """UsageError unless so many ranks can be arranged like that, perhaps with weights offloaded to host memory."""
         if world_size % self.pp:
             raise UsageError(
                 f"parallel.pp = {self.pp} does not divide the number of ranks, {world_size}; "
@@ -63,23 +63,39 @@ class StrategyOptions:
                 f"parallel.shard_ranks = {shards} does not divide the number{of_groups or ' of ranks'}, {groups}; "
                 f"give {divisors(groups, 2)}"
             )
+        if offload and world_size == self.tp * self.pp > 1:
+            sizes = {"parallel.tp": self.tp, "parallel.pp": self.pp}
+            keys = " and ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
+            raise UsageError(
+                f"parallel.offload needs weights that several ranks share, and {keys} leave none on "
+                f"{world_size} ranks; leave offload out, or start more ranks"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """Into which a pipeline cuts a rank's batch; 1 without one."""
+        return (self.pp_micro_batches or 2 * self.pp) if self.pp > 1 else 1
 
     def data_ranks(self, world_size: int) -> int:
         """How many ranks, or groups of ranks, see different images."""
         return world_size // (self.pp * self.tp)
 
-    def shards(self, world_size: int) -> int:
-        """Over how many of them the weights are cut, under a strategy that does so."""
+    def shards(self, world_size: int, local_ranks: int | None = None) -> int:
+        """Over how many of them each weight is cut, along its first dimension; 1 where it is whole.
+
+        Args:
+            world_size: all ranks.
+            local_ranks: those of a machine; None: as torchrun says.
+        """
         groups = self.data_ranks(world_size)
         if self.name != "hsdp":
-            return groups
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            return groups if self.name in CUT_WEIGHTS else 1
+        local_ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         return self.shard_ranks or min(max(local_ranks // self.tp, 1), groups)
 
     def dimensions(self, world_size: int) -> dict[str, int]:
         """Names and sizes of the DeviceMesh's dimensions; none where no engine needs one."""
-        groups, is_cut = self.data_ranks(world_size), self.name in CUT_WEIGHTS
-        shards = self.shards(world_size) if is_cut else 1
+        groups, is_cut, shards = self.data_ranks(world_size), self.name in CUT_WEIGHTS, self.shards(world_size)
         dims = {"pp": self.pp} if self.pp > 1 else {}
         if groups > shards and (dims or is_cut or self.tp > 1):
             dims |= {"replicate": groups // shards}

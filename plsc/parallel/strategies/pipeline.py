@@ -14,7 +14,6 @@ taken off before the last layers and their batch normalisation.
 """
 
 import copy
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,9 +29,10 @@ from plsc.errors import UsageError
 from plsc.parallel.collectives import broadcast
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.base import Groups, Loss, Strategy, Weight, Wrapping
+from plsc.parallel.strategies.cuts import balanced, splits_tokens, stage_of, token_counts
 from plsc.parallel.strategies.ddp import DataParallel
 from plsc.parallel.strategies.layout import Layout
-from plsc.parallel.strategies.tensor_parallel import own_tokens, splits_tokens, tokens_of_all
+from plsc.parallel.strategies.tensor_parallel import own_tokens, tokens_of_all
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 _LAST_STAGE = 0  # the place in the pipeline's group of the rank that holds it: the main rank is to have the loss
@@ -127,9 +127,10 @@ class Pipeline(Strategy):
         model = cast(BlockwiseBackbone, backbone)  # as a configuration that names another is refused
         self._spans = balanced(len(model.blocks), self._count)
         self._check_trained(model)
-        self._holders = {name: self._place_of(self._stage_of(name, model)) for name in backbone.state_dict()}
+        stages = ((name, stage_of(name, self._spans, model.embedding)) for name in backbone.state_dict())
+        self._holders = {name: self._place_of(stage) for name, stage in stages}
         tp = self._layout.size("tp")
-        tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(backbone, tp) else None
+        tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(token_counts(backbone), tp) else None
         numbers = range(self._rank, self._count, self._ranks)
         self.stages = [Stage(model, self._spans, n, self.wrapping.autocast, tokens_over) for n in numbers]
         self._free_other_stages(model)
@@ -142,20 +143,12 @@ class Pipeline(Strategy):
     def _check_trained(self, model: BlockwiseBackbone) -> None:
         """UsageError where a stage trains no weight: neither optimizers nor DDP take none."""
         weights = cast(nn.Module, model).named_parameters()
-        trained = {self._stage_of(name, model) for name, weight in weights if weight.requires_grad}
+        trained = {stage_of(name, self._spans, model.embedding) for name, weight in weights if weight.requires_grad}
         if frozen := sorted(set(range(self._count)) - trained):
             raise UsageError(
                 f"frozen leaves stage {frozen[0] + 1} of the pipeline's {self._count} no weight to train; leave one in "
                 f"each, or give another parallel.pp than {self._ranks}"
             )
-
-    def _stage_of(self, name: str, model: BlockwiseBackbone) -> int:
-        """The stage that has a weight or buffer."""
-        first, _, rest = name.partition(".")
-        if first == "blocks":
-            block = int(rest.partition(".")[0])
-            return next(number for number, span in enumerate(self._spans) if block in span)
-        return 0 if first in model.embedding else self._count - 1
 
     def _place_of(self, stage: int) -> int:
         """The place in the pipeline's group of the rank that holds a stage."""
@@ -378,13 +371,6 @@ def _free(model: Any, names: Sequence[str]) -> None:
     """Drop weights and layers of these names."""
     for name in names:
         setattr(model, name, None if isinstance(getattr(model, name), nn.Parameter) else nn.Identity())
-
-
-def balanced(blocks: int, stages: int) -> list[range]:
-    """Cut so many blocks into consecutive stages; the first ones hold one more where they cannot be equal."""
-    size, larger = divmod(blocks, stages)
-    starts = [number * size + min(number, larger) for number in range(stages + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def micro_batch_sizes(sizes: Sequence[int], count: int) -> list[list[int]]:

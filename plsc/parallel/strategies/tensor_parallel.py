@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from plsc.errors import UsageError
 from plsc.parallel.strategies.base import Loss, Slice, Strategy, Weight
+from plsc.parallel.strategies.cuts import COLUMNS, ENDING, ROWS, splits_tokens, token_counts
 from plsc.parallel.strategies.fsdp import FullySharded
 from plsc.parallel.strategies.layout import Layout
 
@@ -94,7 +95,7 @@ def split_blocks(backbone: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the ranks of the group, one dimension.
     """
     tp = mesh.size()
-    by_tokens = splits_tokens(backbone, tp)
+    by_tokens = splits_tokens(token_counts(backbone), tp)
     blocks = transformer_blocks(backbone)
     for block in blocks:
         _keep_whole_heads_together(block.attn, tp)
@@ -116,30 +117,18 @@ def _copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _tokens(backbone: Any) -> tuple[int, int] | None:
-    """(Tokens of an image, those that the blocks take in training) of plsc's ViTs; None of others."""
-    if not hasattr(backbone, "tokens_in_training"):
-        return None
-    return backbone.tokens, backbone.tokens_in_training
-
-
-def splits_tokens(backbone: nn.Module, tp: int) -> bool:
-    """Return whether ``tp`` ranks split the tokens between the layers of ``backbone``."""
-    tokens = _tokens(backbone)
-    return tokens is not None and all(count % tp == 0 for count in tokens)
-
-
 def _block_plan(by_tokens: bool) -> dict[str, ParallelStyle]:
     between = Shard(1) if by_tokens else Replicate()
     norms: dict[str, ParallelStyle] = {"norm1": SequenceParallel(), "norm2": SequenceParallel()} if by_tokens else {}
     # gathered once before the branch: its gradient, a sum over the ranks, is then reduced and split in one step
-    return norms | {
-        "attn": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
-        "attn.qkv": ColwiseParallel(),
-        "attn.proj": RowwiseParallel(output_layouts=between),
-        "mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
-        "mlp.fc1": ColwiseParallel(),
-        "mlp.fc2": RowwiseParallel(output_layouts=between),
+    return {
+        **norms,
+        **{
+            part: PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+            for part in ("attn", "mlp")
+        },
+        **{layer: ColwiseParallel() for layer in COLUMNS},
+        **{layer: RowwiseParallel(output_layouts=between) for layer in ROWS},
     }
 
 
@@ -149,15 +138,15 @@ def _ending_plan(backbone: nn.Module, by_tokens: bool) -> dict[str, list[Paralle
     A rank's tokens are neighbouring columns of that layer's input, so that nothing is gathered but the sums behind it,
     unless dropped tokens have to be put back first.
     """
-    tokens = _tokens(backbone)
-    if tokens is None:
+    tokens = token_counts(backbone)
+    if not tokens:
         return {}
     if not by_tokens:
-        return {"feature.0": [RowwiseParallel(input_layouts=Replicate())]}
+        return {ENDING: [RowwiseParallel(input_layouts=Replicate())]}
     whole = tokens[0] != tokens[1]
     gather = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate() if whole else Shard(1))
     columns = RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1))
-    return {"norm": [SequenceParallel(), gather], "feature.0": [columns]}
+    return {"norm": [SequenceParallel(), gather], ENDING: [columns]}
 
 
 def _keep_whole_heads_together(attention: Any, tp: int) -> None:
@@ -235,6 +224,11 @@ class TensorParallel(FullySharded):
         super().__init__(layout)
         self._tp, self._group = layout.size("tp"), layout.along("tp")
         self.data_rank, self.data_ranks = self.mesh.rank // self._tp, self.mesh.world_size // self._tp
+
+    @classmethod
+    def gathering_passes(cls, data_ranks: int, pp: int) -> int:
+        """See :meth:`Strategy.gathering_passes`: a single group has nothing to gather from others."""
+        return super().gathering_passes(data_ranks, pp) if data_ranks > 1 else 0
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""

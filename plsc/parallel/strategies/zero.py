@@ -5,7 +5,8 @@ optimizers that look at a whole layer (LARS, LAMB, Muon, Adafactor) work as they
 parallelism bit for bit.
 """
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,17 @@ class ZeroOptimizer(DataParallel):
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""
         return f"optimizer state in {self.mesh.world_size} parts (zero1)"
+
+    @classmethod
+    def stepped_weights(cls, sizes: Sequence[int], data_ranks: int) -> list[list[int]]:
+        """See :meth:`Strategy.stepped_weights`: torch gives the largest first, to the rank that has least."""
+        loads = [(0, rank) for rank in range(data_ranks)]
+        parts: list[list[int]] = [[] for _ in loads]
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            load, rank = loads[0]
+            parts[rank].append(place)
+            heapq.heapreplace(loads, (load + sizes[place], rank))
+        return parts
 
     def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
         """Make the optimizer of all weights, which leaves on this rank those that are its to step."""

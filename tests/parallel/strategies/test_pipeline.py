@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from plsc.errors import UsageError
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies import StrategyOptions, Wrapping, make_strategy
-from plsc.parallel.strategies.pipeline import balanced, micro_batch_sizes
+from plsc.parallel.strategies.cuts import balanced
+from plsc.parallel.strategies.pipeline import micro_batch_sizes
 
 Ranks = Any
 
