@@ -24,6 +24,7 @@ from plsc.plan.memory import (
     stored_widths,
 )
 from plsc.plan.plan_config import PlanConfig
+from plsc.plan.table_terms import kept_rows_traffic
 
 _NUMBER = 8  # bytes of a class's number in a list, or of a float64
 _FLOAT = 4

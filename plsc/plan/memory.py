@@ -20,7 +20,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
 from plsc.plan.plan_config import PlanConfig
-from plsc.plan.table_terms import journal_disk, replicas_chunk
+from plsc.plan.table_terms import journal_disk, kept_rows_memory, replicas_chunk
 from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
