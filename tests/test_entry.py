@@ -189,6 +189,7 @@ def test_every_public_name_is_there_and_imported_at_its_first_use_only():
         _ = plsc.Arcface
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_torchruns_report_repeats_our_line():

@@ -52,6 +52,7 @@ def one_rank(config: Config, classes: int) -> PlanConfig:
     return PlanConfig(config, classes, world=1, per_node=1, head_ranks=1)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(

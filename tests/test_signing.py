@@ -317,6 +317,7 @@ def test_a_key_that_others_may_read_gets_a_warning(samples: Samples, tmp_path: P
     assert (done.code, "chmod 600" in done.output) == (0, True), done
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     private, _ = keys(tmp_path / "keys")

@@ -164,6 +164,7 @@ def test_no_tool_has_a_standard_modules_name():
     assert not {path.stem for path in (ROOT / "tools").glob("*.py")} & sys.stdlib_module_names
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_step_a_search_and_an_enrolment_enter_no_more_files_than_the_documentation_says():

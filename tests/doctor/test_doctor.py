@@ -307,6 +307,7 @@ def start_ranks(code, file, ranks, world=2):
     return store, [subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, **pipes) for env in environments]
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["hangs", "never came"])
@@ -328,6 +329,7 @@ def test_a_rank_that_hangs_is_named(tmp_path, ranks):
     assert saved["failures"] == ["training: ranks" if len(ranks) == 2 else "versions: ranks"]
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_of_torchrun_report_together(tmp_path):

@@ -90,6 +90,7 @@ def test_a_program_of_every_family_passes_its_trial(name: str, tmp_path: Path) -
     torch.testing.assert_close(answered, expected, rtol=0, atol=float(1e-4 * expected.abs().max()))
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: Path) -> None:

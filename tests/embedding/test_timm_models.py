@@ -133,6 +133,7 @@ def test_the_commands_that_embed_and_evaluate_give_timms_logits(model, pictures,
         assert found[name] == pytest.approx(value, abs=1e-6) if isinstance(value, float) else found[name] == value
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_service_gives_timms_logits(model: Published, pictures: Path, tmp_path: Path) -> None:

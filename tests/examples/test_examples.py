@@ -53,6 +53,7 @@ def assert_losses(found: list[float], expected: list[float]) -> None:
     assert len({round(loss, 3) for loss in found}) == len(found)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loops_have_the_losses_of_plsc_train_and_go_on_with_them(tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_loops_have_the_losses_of_plsc_train_and_go_on_with_them(tmp_path: Path)
         assert plsc.load_model(tmp_path / name / "model.safetensors").embedding_dim == 128
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lightning_and_torchtitan_have_them_too(tmp_path: Path) -> None:
@@ -84,6 +86,7 @@ def test_lightning_and_torchtitan_have_them_too(tmp_path: Path) -> None:
     assert_losses(resumed, expected[SAVED:])
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_micro_batches_of_accelerate_are_those_of_plsc_train(tmp_path: Path) -> None:
@@ -94,6 +97,7 @@ def test_micro_batches_of_accelerate_are_those_of_plsc_train(tmp_path: Path) -> 
     assert_losses(found, expected)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_on_one(tmp_path: Path) -> None:
@@ -103,6 +107,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one(tmp_path: Path) -> None:
     assert found == pytest.approx(expected[SAVED:], rel=1e-4)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -116,6 +121,7 @@ def test_a_loss_beside_the_heads_changes_what_is_learnt(library: str, tmp_path: 
     assert all(triplets > 0 for _, triplets in with_triplets)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_both_metrics_say_what_plsc_eval_says_of_the_model(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ def test_servers_that_are_not_there(tmp_path: Path) -> None:
             open_milvus(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=0.5)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite")

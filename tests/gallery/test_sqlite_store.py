@@ -59,7 +59,7 @@ def files_holding(folder: Path, needles: list[bytes]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [DIM, 5000])  # 5,000: a vector is longer than a page
+@pytest.mark.parametrize("dim", [DIM, pytest.param(5000, marks=pytest.mark.exhaustive)])  # more than a page each
 def test_deleted_vectors_are_in_no_file_after_a_compaction(tmp_path: Path, dim: int) -> None:
     store = SqliteStore(tmp_path / "store")
     store.create_collection(GALLERY, dim, MODEL)

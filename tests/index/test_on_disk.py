@@ -39,6 +39,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[EmbeddingSet]:
     return [write_set(folder / f"s{n}", *clustered(100, 10, 32, n), keys=keys[n]) for n in range(4)]
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: its limits and its /proc")
@@ -140,6 +141,7 @@ def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small:
     assert not MemoryBudget(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(sets, tmp_path):

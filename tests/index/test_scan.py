@@ -72,7 +72,7 @@ def test_any_size_gives_the_float64_ranking(precision, rows, dim, queries, k, sh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
-@pytest.mark.parametrize("queries", [1, 2, 16, 33, 256])
+@pytest.mark.parametrize("queries", [1, 2, 16, 33, pytest.param(256, marks=pytest.mark.exhaustive)])
 def test_batches_over_many_rows(precision, queries):
     vectors, asked = rows_of(20_000, 48), rows_of(queries, 48, 1)
     scan = ExactScan(vectors, precision=precision)

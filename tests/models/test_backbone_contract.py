@@ -82,6 +82,7 @@ def test_evaluation_is_the_same_again_alone_in_a_fresh_model_and_nearly_in_bf16(
     assert torch.nn.functional.cosine_similarity(together, rounded).min() > 0.98
 
 
+@pytest.mark.first_ring("resnet8", "vit_tiny", "timm:test_resnet")
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_bf16_autocast_trains_and_keeps_the_last_layers_in_fp32(name: str) -> None:
     torch.manual_seed(0)

@@ -186,6 +186,7 @@ def test_rounding_depends_on_the_seed_and_the_global_row(path):
     assert not torch.equal(tables[0], tables[2])
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_without_a_compiler_pytorch_computes():

@@ -16,6 +16,7 @@ from plsc.parallel.launch import Nodes, launch
 from plsc.tools.entry import main
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
@@ -26,6 +27,7 @@ def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
@@ -101,6 +103,7 @@ def test_an_address_of_another_machine_is_one_line():
             launch(["data"], 1, Nodes(2, 0, "127.0.0.1", taken.getsockname()[1]))
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_machines_train_one_run(tmp_path):

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 SMALL = (
     *("--data.train", "avatars:80x8", "--data.image_size", "32", "--data.batch_size", "16"),
-    *("--epochs", "10", "--embedding_dim", "16", "--log.every_steps", "1"),
+    *("--epochs", "5", "--embedding_dim", "16", "--log.every_steps", "1"),
 )
 
 
@@ -149,7 +149,7 @@ def test_a_resumed_quickstart_reports_the_whole_training(finished):
     }
     whole = steps._of_all_starts(paths, resumed)
     assert {key: whole[key] for key in result.report["training"]} == result.report["training"]
-    assert whole["images"] == 200 * 32  # of two ranks
+    assert whole["images"] == pytest.approx(100 * 32, rel=1e-3)  # of two ranks; metrics have rounded times and rates
     assert whole["seconds"] > 0
 
 

@@ -151,6 +151,7 @@ def enrol_and_look(live: Live, place: str, synced: list[int]) -> tuple[int, int]
     return person, max(synced)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 def test_no_acknowledged_write_lacks_its_line_after_a_kill(tmp_path):
     script = (
@@ -194,6 +195,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_write_that_was_committed_when_the_service_was_killed_is_a_gap_at_the_next_start(tmp_path, monkeypatch):

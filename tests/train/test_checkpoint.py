@@ -161,6 +161,7 @@ def test_a_best_checkpoint_outlives_the_newer_ones(tmp_path: Path, ranks: Ranks)
     assert state["best"] == {"step": 2, "accuracy": 0.7}
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_a_mapped_table_trains_as_one_on_the_device(tmp_path, ranks, accumulate)
     assert announced == 8  # all but the first batch of each epoch
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_and_resumed_and_moved(tmp_path):

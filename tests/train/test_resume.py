@@ -79,6 +79,7 @@ def test_killed_while_it_saves(fault: str, unkilled: Unkilled, tmp_path: Path, r
     assert (tmp_path / "checkpoints/latest").read_text() == "step-00000020\n"
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

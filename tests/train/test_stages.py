@@ -92,6 +92,7 @@ def test_a_run_killed_within_a_stage_goes_on_at_another_world(
     assert rates(tmp_path) == rates(unkilled)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:

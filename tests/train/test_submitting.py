@@ -122,6 +122,7 @@ def wait_for_text(log: Path, text: str, seconds: float = 250.0) -> str:
     return found
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_of_slurm_saves_at_its_signal_and_goes_on_from_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ def test_the_job_of_kubernetes_fits_the_published_schema() -> None:
     assert not check.is_valid(wrong)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_pods_command_trains_under_the_operators_variables(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def pictures_of_tensorboard(out: Path) -> dict[str, set[int]]:
     return {tag: {image.step for image in events.Images(tag)} for tag in events.Tags()["images"]}
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_trackers_go_on_in_the_same_run_after_a_kill(tmp_path: Path) -> None:

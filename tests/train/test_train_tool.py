@@ -77,6 +77,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return run_command("train", *words)
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path)
     assert "holds a run already" in again.stderr
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_with_a_replica_of_the_table_each(recipe: Path, tmp_path: Path) -> None:
@@ -105,6 +107,7 @@ def test_two_ranks_with_a_replica_of_the_table_each(recipe: Path, tmp_path: Path
     assert [chunk.sizes[0] for chunk in stored.chunks] == [4]
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None:
@@ -125,6 +128,7 @@ def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
