@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.live_service import CONTRACT, DIM, Live, live_service, picture, vectors
+from support.live_service import CONTRACT, DIM, Live, picture, vectors
 
 import plsc
 from plsc.client import NewPerson, Picture, ServerError
@@ -17,13 +17,7 @@ from plsc.data.alignment import TEMPLATE
 from plsc.errors import DataError, UsageError
 
 pytestmark = pytest.mark.live
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    callers = {"tester": {"role": "admin"}}
-    with live_service(tmp_path_factory.mktemp("client"), threshold=0.5, callers=callers) as running:
-        yield running
+SETTINGS = {"threshold": 0.5, "callers": {"tester": {"role": "admin"}}}
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from plsc.serve.settings import Limits
 pytestmark = pytest.mark.live
 
 PLACE = "/v1/collections/staff"
+PERSON = {"faces": [{"vector": vectors(1)[0].tolist()}]}
 
 
 @pytest.fixture
@@ -49,19 +50,14 @@ def send(live: Live, by: str, head: str, body: bytes = b"") -> socket.socket:
     return connection
 
 
+def send_json(live: Live, by: str, path: str, value: Any) -> socket.socket:
+    body = json.dumps(value).encode()
+    head = f"POST {PLACE}/{path} HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n"
+    return send(live, by, head, body)
+
+
 def send_search(live: Live, by: str, conditions: Mapping[str, Any] = {"city": "Bern"}) -> socket.socket:
-    query = {"query": {"vector": vectors(1)[0].tolist()}, "filter": conditions}
-    body = json.dumps(query).encode()
-    return send(
-        live, by, f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n", body
-    )
-
-
-def send_person(live: Live, by: str) -> socket.socket:
-    body = json.dumps({"faces": [{"vector": vectors(1)[0].tolist()}]}).encode()
-    return send(
-        live, by, f"POST {PLACE}/persons HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n", body
-    )
+    return send_json(live, by, "search", {"query": {"vector": vectors(1)[0].tolist()}, "filter": conditions})
 
 
 def statuses(connections: list[socket.socket]) -> set[bytes]:
@@ -201,9 +197,9 @@ def test_a_change_passes_those_of_another_token_that_wait(guarded, monkeypatch):
     monkeypatch.setattr(quotas, "add", begin)
     with contextlib.ExitStack() as closing:
         closing.callback(release.set)
-        many = [closing.enter_context(send_person(guarded, "writer")) for _ in range(8)]
+        many = [closing.enter_context(send_json(guarded, "writer", "persons", PERSON)) for _ in range(8)]
         wait_until(lambda: begun)
-        many.append(closing.enter_context(send_person(guarded, "editor")))
+        many.append(closing.enter_context(send_json(guarded, "editor", "persons", PERSON)))
         wait_until(lambda: "editor" in begun)
         assert begun == ["writer", "editor"]
         release.set()
@@ -304,19 +300,13 @@ def test_nothing_is_to_spare_where_the_loop_waits_for_a_processor():
 def test_the_crowded_token_is_told(guarded):
     """A device's queue that one token fills is full for that token alone."""
     worker: Any = guarded.service.worker
+    queries = {"queries": [{"vector": row.tolist()} for row in vectors(256)]}
     wait_until(lambda: worker.waiting("search") == 0)
     with contextlib.ExitStack() as closing:
         began, release = closing.enter_context(held_up(guarded.service.store, "search"))
-        many = [closing.enter_context(send_many(guarded, "camera", 256)) for _ in range(18)]
+        many = [closing.enter_context(send_json(guarded, "camera", "search", queries)) for _ in range(18)]
         assert began.acquire(timeout=30)
         wait_until(lambda: sum(map(is_answered, many)) >= 4)
         release.set()
-        assert statuses([closing.enter_context(send_many(guarded, "other", 256))]) == {b"200"}
+        assert statuses([closing.enter_context(send_json(guarded, "other", "search", queries))]) == {b"200"}
         assert statuses(many) == {b"200", b"429"}
-
-
-def send_many(live: Live, by: str, count: int) -> socket.socket:
-    body = json.dumps({"queries": [{"vector": row.tolist()} for row in vectors(count)]}).encode()
-    return send(
-        live, by, f"POST {PLACE}/search HTTP/1.1\nContent-Type: application/json\nContent-Length: {len(body)}\n", body
-    )
