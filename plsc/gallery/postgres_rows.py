@@ -25,6 +25,7 @@ from plsc.gallery.values import (
     Collection,
     Float32,
     IdempotentRequest,
+    Metadata,
     Migration,
     Person,
     SecondVector,
@@ -64,7 +65,7 @@ CREATE INDEX IF NOT EXISTS plsc_idempotency_by_age ON plsc_idempotency (token, c
 """
 TABLES = "plsc_collections, plsc_persons, plsc_faces, plsc_idempotency, plsc_migrations, plsc_second_vectors"
 _COLLECTION = "SELECT key, name, dim, contract_id, created, persons, faces FROM plsc_collections"
-_PERSON = """SELECT p.id, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires,
+_PERSON = """SELECT p.id, p.name, p.metadata, p.external_id, p.created, p.revision, p.expires,
     ARRAY(SELECT f.id FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id),
     ARRAY(SELECT f.key FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id)
     FROM plsc_persons p WHERE p.collection = %s"""
@@ -117,20 +118,7 @@ class PostgresRows(MovableRows):
 
     def _select(self, condition: str, *values: Any) -> list[Person]:
         rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
-        return [
-            Person(
-                id,
-                name,
-                metadata,
-                external,
-                faces=tuple(faces),
-                created=created,
-                revision=revision,
-                expires=expires,
-                keys=_without_none(faces, keys),
-            )
-            for id, name, metadata, created, external, revision, expires, faces, keys in rows
-        ]
+        return [_read_person(*row) for row in rows]
 
     def expired_ids(self) -> list[int]:
         """Return the ids of the persons whose time has come."""
@@ -371,8 +359,11 @@ class PostgresRows(MovableRows):
                 copy.write_row((self.key, *row))
 
 
-def _without_none(faces: Sequence[int], keys: Sequence[str | None]) -> dict[int, str]:
-    return {face: key for face, key in zip(faces, keys, strict=True) if key is not None}
+def _read_person(id: int, name: str | None, metadata: Metadata, external_id: str | None, *others: Any) -> Person:
+    created, revision, expires, faces, keys = others
+    known = {face: key for face, key in zip(faces, keys, strict=True) if key is not None}
+    about: Any = {"created": created, "revision": revision, "expires": expires}
+    return Person(id, name, metadata, external_id, faces=tuple(faces), keys=known, **about)
 
 
 def _migration_values(migration: Migration) -> list[Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.stores import DIM, GALLERY, MODEL, Kit, faces
+from support.stores import DIM, GALLERY, MODEL, Kit, faces, in_able_stores
 
-from plsc.errors import IntegrityError, UnsupportedError, UsageError
+from plsc.errors import IntegrityError, UsageError
 from plsc.gallery.rows import same_faces
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Store
@@ -18,57 +18,49 @@ from plsc.gallery.transfer import export_set, import_set
 from plsc.gallery.values import NewPerson, Person
 
 
-@pytest.fixture
-def keyed(store: Store) -> Store:
-    """A store that takes keys."""
-    if "keys of faces" not in store.supports:
-        with pytest.raises(UnsupportedError, match="has no keys of faces"):
-            store.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL)
-        pytest.skip("it takes none, and says so")
-    return store
-
-
 def keys_of(store: Store, person: Person) -> dict[int, str]:
     return dict(store.person(GALLERY, person.id).keys)
 
 
-def test_a_face_is_added_once_under_its_key(keyed: Store) -> None:
+@in_able_stores
+def test_a_face_is_added_once_under_its_key(store: Store) -> None:
     vectors = faces(6)
     new = [NewPerson(vectors[:2], "Ada", keys=["a", None]), NewPerson(vectors[2:3], keys=["a"])]
-    ada, other = keyed.add_persons(GALLERY, new, MODEL)
-    assert dict(ada.keys) == keys_of(keyed, ada) == {ada.faces[0]: "a"}
-    assert dict(other.keys) == keys_of(keyed, other) == {other.faces[0]: "a"}, "keys are a person's own"
-    added = keyed.add_faces(GALLERY, ada.id, vectors[[3, 4, 5]], MODEL, keys=["c", "a", None])
+    ada, other = store.add_persons(GALLERY, new, MODEL)
+    assert dict(ada.keys) == keys_of(store, ada) == {ada.faces[0]: "a"}
+    assert dict(other.keys) == keys_of(store, other) == {other.faces[0]: "a"}, "keys are a person's own"
+    added = store.add_faces(GALLERY, ada.id, vectors[[3, 4, 5]], MODEL, keys=["c", "a", None])
     assert added[1] == ada.faces[0]
-    now = keyed.person(GALLERY, ada.id)
+    now = store.person(GALLERY, ada.id)
     assert now.faces == (*ada.faces, added[0], added[2])
     assert dict(now.keys) == {ada.faces[0]: "a", added[0]: "c"}
-    assert (now.revision, now) == (2, keyed.persons(GALLERY)[0])
-    assert keyed.add_faces(GALLERY, ada.id, vectors[[3]], MODEL, keys=["c"]) == [added[0]]
-    assert keyed.person(GALLERY, ada.id) == now, "nothing has changed"
-    keyed.delete_face(GALLERY, ada.id, ada.faces[0])
-    assert keys_of(keyed, ada) == {added[0]: "c"}
-    (again,) = keyed.add_faces(GALLERY, ada.id, vectors[[0]], MODEL, keys=["a"])
+    assert (now.revision, now) == (2, store.persons(GALLERY)[0])
+    assert store.add_faces(GALLERY, ada.id, vectors[[3]], MODEL, keys=["c"]) == [added[0]]
+    assert store.person(GALLERY, ada.id) == now, "nothing has changed"
+    store.delete_face(GALLERY, ada.id, ada.faces[0])
+    assert keys_of(store, ada) == {added[0]: "c"}
+    (again,) = store.add_faces(GALLERY, ada.id, vectors[[0]], MODEL, keys=["a"])
     assert again not in now.faces
-    keyed.delete_person(GALLERY, ada.id)
-    keyed.check()
-    keyed.delete_collection(GALLERY)
-    keyed.create_collection(GALLERY, DIM, MODEL)
-    keyed.check()
+    store.delete_person(GALLERY, ada.id)
+    store.check()
+    store.delete_collection(GALLERY)
+    store.create_collection(GALLERY, DIM, MODEL)
+    store.check()
 
 
-def test_a_face_without_a_key_is_known_by_its_embedding(keyed: Store) -> None:
+@in_able_stores
+def test_a_face_without_a_key_is_known_by_its_embedding(store: Store) -> None:
     vectors = faces(4)
-    (ada,) = keyed.add_persons(GALLERY, [NewPerson(vectors[:3], keys=["a", None, None])], MODEL)
+    (ada,) = store.add_persons(GALLERY, [NewPerson(vectors[:3], keys=["a", None, None])], MODEL)
     near = vectors[2] + 1e-4
-    added = keyed.add_faces(
+    added = store.add_faces(
         GALLERY, ada.id, [vectors[0], vectors[1], near, vectors[3]], MODEL, keys=["x", "b", None, "d"]
     )
     assert added[1] == ada.faces[1]
     assert not set(ada.faces) & {added[0], added[2], added[3]}, "a face that has a key is another one's"
-    assert keys_of(keyed, ada) == {ada.faces[0]: "a", ada.faces[1]: "b", added[0]: "x", added[3]: "d"}
-    assert keyed.collection(GALLERY).faces == 6
-    np.testing.assert_allclose(keyed.vectors(GALLERY, ada.id)[1], vectors[1] / np.linalg.norm(vectors[1]), atol=1e-6)
+    assert keys_of(store, ada) == {ada.faces[0]: "a", ada.faces[1]: "b", added[0]: "x", added[3]: "d"}
+    assert store.collection(GALLERY).faces == 6
+    np.testing.assert_allclose(store.vectors(GALLERY, ada.id)[1], vectors[1] / np.linalg.norm(vectors[1]), atol=1e-6)
 
 
 def test_of_pictures_that_are_nearly_the_same_each_is_taken_for_itself() -> None:
@@ -80,19 +72,21 @@ def test_of_pictures_that_are_nearly_the_same_each_is_taken_for_itself() -> None
     assert same_faces(new[:0], own) == same_faces(new, own[:0]) == []
 
 
-def test_a_replaced_person_has_the_new_keys(keyed: Store) -> None:
+@in_able_stores
+def test_a_replaced_person_has_the_new_keys(store: Store) -> None:
     vectors = faces(3)
-    one, is_new = keyed.put_person(GALLERY, NewPerson(vectors[:2], external_id="e", keys=["a", "b"]), MODEL)
-    assert (is_new, keys_of(keyed, one)) == (True, dict(one.keys)) == (True, dict(zip(one.faces, "ab", strict=True)))
-    two, is_new = keyed.put_person(GALLERY, NewPerson(vectors[2:], external_id="e", keys=["b"]), MODEL)
-    assert (is_new, two.id, dict(two.keys), keys_of(keyed, two)) == (False, one.id, *[{two.faces[0]: "b"}] * 2)
-    three, _ = keyed.put_person(GALLERY, NewPerson(vectors[:1], external_id="e"), MODEL)
-    assert dict(three.keys) == keys_of(keyed, three) == {}
-    keyed.check()
+    one, is_new = store.put_person(GALLERY, NewPerson(vectors[:2], external_id="e", keys=["a", "b"]), MODEL)
+    assert (is_new, keys_of(store, one)) == (True, dict(one.keys)) == (True, dict(zip(one.faces, "ab", strict=True)))
+    two, is_new = store.put_person(GALLERY, NewPerson(vectors[2:], external_id="e", keys=["b"]), MODEL)
+    assert (is_new, two.id, dict(two.keys), keys_of(store, two)) == (False, one.id, *[{two.faces[0]: "b"}] * 2)
+    three, _ = store.put_person(GALLERY, NewPerson(vectors[:1], external_id="e"), MODEL)
+    assert dict(three.keys) == keys_of(store, three) == {}
+    store.check()
 
 
-def test_wrong_keys_are_refused(keyed: Store) -> None:
-    (ada,) = keyed.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL)
+@in_able_stores
+def test_wrong_keys_are_refused(store: Store) -> None:
+    (ada,) = store.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL)
     for wrong, said in (
         (["b"], "2 faces have 1 keys"),
         (["b", "b"], "given twice"),
@@ -100,23 +94,24 @@ def test_wrong_keys_are_refused(keyed: Store) -> None:
         (["b", "é"], "1 to"),
     ):
         with pytest.raises(UsageError, match=said):
-            keyed.add_faces(GALLERY, ada.id, faces(2), MODEL, keys=wrong)
+            store.add_faces(GALLERY, ada.id, faces(2), MODEL, keys=wrong)
         with pytest.raises(UsageError, match=said):
-            keyed.add_persons(GALLERY, [NewPerson(faces(2), keys=wrong)], MODEL)
-    assert keyed.persons(GALLERY) == [ada]
+            store.add_persons(GALLERY, [NewPerson(faces(2), keys=wrong)], MODEL)
+    assert store.persons(GALLERY) == [ada]
 
 
-def test_snapshots_exports_and_openings_keep_them(kit: Kit, keyed: Store, tmp_path: Path) -> None:
+@in_able_stores
+def test_snapshots_exports_and_openings_keep_them(kit: Kit, store: Store, tmp_path: Path) -> None:
     new = [NewPerson(faces(2), "Ada", external_id="a", keys=["k1", "k2"]), NewPerson(faces(1, seed=1), keys=[])]
-    keyed.add_persons(GALLERY, new, MODEL)
+    store.add_persons(GALLERY, new, MODEL)
     expected = [["k1", "k2"], []]
 
     def kept(store: Store) -> list[list[str | None]]:
         return [[one.keys[face] for face in one.faces if one.keys] for one in store.persons(GALLERY)]
 
-    keyed.snapshot(tmp_path / "copy")
-    export_set(keyed, GALLERY, tmp_path / "set", quiet=True)
-    store = kit.again(keyed)
+    store.snapshot(tmp_path / "copy")
+    export_set(store, GALLERY, tmp_path / "set", quiet=True)
+    store = kit.again(store)
     store.compact()
     assert kept(store) == expected
     restored = kit.restored(store, tmp_path / "copy")
@@ -126,8 +121,9 @@ def test_snapshots_exports_and_openings_keep_them(kit: Kit, keyed: Store, tmp_pa
     assert kept(restored) == expected
 
 
-def test_a_picture_is_kept_of_a_face_that_is_new(keyed: Store, tmp_path: Path) -> None:
-    kept = ThumbnailStore(keyed, tmp_path / "thumbnails", keep=True, lossless=True)
+@in_able_stores
+def test_a_picture_is_kept_of_a_face_that_is_new(store: Store, tmp_path: Path) -> None:
+    kept = ThumbnailStore(store, tmp_path / "thumbnails", keep=True, lossless=True)
     crops = [torch.full((3, 8, 8), level, dtype=torch.uint8) for level in (10, 90)]
     (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL, [crops[:1]])
     before = kept.read(GALLERY, ada.id, ada.faces[0])

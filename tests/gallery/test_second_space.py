@@ -12,7 +12,7 @@ import pytest
 from support.moving_faces import DIMS, NEW, NEW_DIM, begun
 from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, everyone, faces, units
 
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
+from plsc.errors import ConflictError, NotFoundError, UsageError
 from plsc.gallery.migration.filling import assign_pictures, pairs
 from plsc.gallery.values import NewPerson
 
@@ -214,16 +214,6 @@ def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
         for thread in threads:
             thread.join()
     assert not failures, failures
-
-
-@pytest.mark.slow
-def test_milvus_refuses(servers: Servers) -> None:
-    store = servers.kit("milvus").fresh()
-    store.create_collection(GALLERY, DIM, MODEL)
-    with pytest.raises(UnsupportedError, match=r"^a store in Milvus has no migrations; leave them out, or use"):
-        store.begin_migration(GALLERY, NEW_DIM, NEW)
-    assert store.migration(GALLERY) is None
-    store.close()
 
 
 # --- what is left in the files of a folder ---

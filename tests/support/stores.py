@@ -35,6 +35,7 @@ from support.waiting import free_port
 
 Opened = TypeVar("Opened", bound=Store)
 KINDS = ("sqlite", "encrypted", "postgres", "milvus")
+in_able_stores = pytest.mark.parametrize("kit", KINDS[:-1], indirect=True)  # those that support everything
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
 GALLERY = "people"

@@ -1,4 +1,4 @@
-"""Taking possession of a store's folder: lock, access rights, space kept back for a full disk; others are refused."""
+"""Taking possession of a store's folder: the owner's lock, access rights, and other folders refused."""
 
 import os
 import shutil
@@ -26,8 +26,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-_RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
-_MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 _ORPHAN_SECONDS = 2.0  # for which a child of a killed owner may have the locks: from its fork until its exec
 
 
@@ -225,49 +223,3 @@ def _remove_unfinished_snapshots(snapshots: Path) -> None:
     """Remove snapshots that a killed process was writing or deleting: they may hold vectors deleted since."""
     for path in snapshots.glob(".*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class Reserve:
-    """Disk space kept back in ``folder/reserve``, so that a store on a full disk can still be opened and deleted from.
-
-    While it is used up, everything that adds to the store is refused.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RESERVE
-        self._held = False
-
-    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
-        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
-        self._held = False
-        with suppress(OSError):
-            os.truncate(self._path, kept)
-
-    def hold(self) -> bool:
-        """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""
-        if not self._held:
-            self._held = self._allocate(_RESERVE_BYTES)
-            if not self._held:
-                self._allocate(_MIN_RESERVE_BYTES)
-        return self._held
-
-    def require(self) -> None:
-        """Raise :class:`StorageError` unless the space is held: the last of it is for deletions."""
-        if not self.hold():
-            raise StorageError(
-                f"the disk of {self._path.parent} is full; nothing was changed: deletions are still taken, "
-                "and everything else when there is room again"
-            )
-
-    def _allocate(self, count: int) -> bool:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            os.posix_fallocate(descriptor, 0, count)  # real blocks, where a truncated file would be a hole
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True

@@ -14,6 +14,7 @@ Searches take none of them: they read a collection's current view and work on th
 """
 
 import math
+import os
 import sqlite3
 import threading
 import time
@@ -27,11 +28,11 @@ from plsc.files import storage_errors
 from plsc.gallery.filters import Filter, PreparedFilter, UnfinishedFilter
 from plsc.gallery.rows import Change
 from plsc.gallery.second_space import is_same_move, must_exchange
-from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
+from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, RESERVE, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import CollectionState, RowMasks, SegmentView
 from plsc.gallery.sqlite.compaction import Compactor, Rebuilt
-from plsc.gallery.sqlite.folder import Reserve, open_folder
+from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import AnnPlanner, Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
@@ -43,6 +44,8 @@ from plsc.index.scan import AUTO
 
 _T = TypeVar("_T")
 
+_RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
+_MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 _LOOKED_UP_AT_ONCE = 50_000  # people times conditions of a filter: about 20 ms
 
 
@@ -484,3 +487,49 @@ def _matching(rows: SqliteRows, filter: Filter) -> Int64 | None:
     for condition in filter.conditions[first:]:
         found = rows.narrow(found, condition)
     return found
+
+
+class Reserve:
+    """Disk space kept back in ``folder/reserve``, so that a store on a full disk can still be opened and deleted from.
+
+    While it is used up, everything that adds to the store is refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RESERVE
+        self._held = False
+
+    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
+        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
+        self._held = False
+        with suppress(OSError):
+            os.truncate(self._path, kept)
+
+    def hold(self) -> bool:
+        """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""
+        if not self._held:
+            self._held = self._allocate(_RESERVE_BYTES)
+            if not self._held:
+                self._allocate(_MIN_RESERVE_BYTES)
+        return self._held
+
+    def require(self) -> None:
+        """Raise :class:`StorageError` unless the space is held: the last of it is for deletions."""
+        if not self.hold():
+            raise StorageError(
+                f"the disk of {self._path.parent} is full; nothing was changed: deletions are still taken, "
+                "and everything else when there is room again"
+            )
+
+    def _allocate(self, count: int) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            os.posix_fallocate(descriptor, 0, count)  # real blocks, where a truncated file would be a hole
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
