@@ -23,6 +23,8 @@ from plsc.parallel.gradient_compression import (
     gradient_exchange,
 )
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies import STRATEGIES
+from plsc.parallel.strategies.zero import ZeroOptimizer
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
 from plsc.plan.advice import Estimate, estimate, fastest, profile_of
 from plsc.plan.backbone_memory import exchange_of, held_stage
@@ -217,6 +219,16 @@ def test_a_strangers_hook_is_planned_by_what_its_class_says(monkeypatch):
     sent = "backbone, all-reduce"
     halves, wholes = (each.timing.hidden[sent] + each.timing.parts[f"{sent} not hidden"] for each in (halved, plain))
     assert halves < 0.6 * wholes
+
+
+def test_a_strangers_strategy_is_planned_by_what_its_class_says(monkeypatch):
+    class Counted(ZeroOptimizer):
+        pass
+
+    monkeypatch.setitem(STRATEGIES, "counted", Counted)
+    counted, zero1, ddp = (estimate(run(8).placed(strategy=name), CARD) for name in ("counted", "zero1", "ddp"))
+    assert (counted.memory, counted.timing) == (zero1.memory, zero1.timing)
+    assert counted.memory != ddp.memory
 
 
 def test_hooks_pay_on_slow_links_and_cost_on_fast_ones():

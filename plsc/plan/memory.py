@@ -296,9 +296,8 @@ def _plain_block(run: PlanConfig, rows: int, *, passes: int, copies: int = 0) ->
 def _logit_bytes(run: PlanConfig, passes: int) -> tuple[int, int]:
     """Bytes that PyTorch's passes hold of each logit from its chunk to the next, and while it is made."""
     if not make_margin(run.config.head).changes_negatives:
-        return _FLOAT, _FLOAT * (1 + (run.filter_rows > 0)) + (
-            run.filter_rows > 0
-        )  # a row's cosine, and whether it is near
+        filtered = _FLOAT + 1 if run.filter_rows else 0  # a row's cosine, and whether it is near
+        return _FLOAT, _FLOAT + filtered
     # z and its slope, in pass 1 times each other; cosine, comparison, changed cosine, slope and what it is chosen from
     return (3 if passes == 1 else 2) * _FLOAT, 4 * _FLOAT + 1
 

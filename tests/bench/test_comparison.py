@@ -88,12 +88,12 @@ def peer(tmp_path_factory):
 
 @pytest.fixture
 def bench(tmp_path, capsys):
-    """Runs `plsc bench` with --json: the exit code, the result, and what was printed."""
+    """Runs `plsc bench` with --json, which exits with ``code``: the result, and what was printed."""
 
-    def run(*argv):
+    def run(*argv, code=0):
         json_path = tmp_path / "r.json"
-        code = main(["bench", *map(str, argv), "--json", str(json_path)])
-        return code, json.loads(json_path.read_text()) if json_path.exists() else None, capsys.readouterr()
+        assert main(["bench", *map(str, argv), "--json", str(json_path)]) == code
+        return json.loads(json_path.read_text()) if json_path.exists() else None, capsys.readouterr()
 
     return run
 
@@ -109,8 +109,7 @@ def check_files(folder, subject, names):
 def test_heads_rows_ratios_and_files(peer, tmp_path, bench):
     names = ["floor", "plsc", "partial-fc"]
     options = ("--classes", 3000, "--nproc", 2, "--steps", 1, "--partial-fc", peer, "--out", tmp_path)
-    code, result, printed = bench(*SMALL_HEAD, *options, "--contestants", *names)
-    assert code == 0
+    result, printed = bench(*SMALL_HEAD, *options, "--contestants", *names)
     rows = {row["contestant"]: row for row in result["rows"]}
     assert list(rows) == names
     floor, ours, theirs = rows.values()
@@ -142,8 +141,7 @@ def test_heads_rows_ratios_and_files(peer, tmp_path, bench):
 @pytest.mark.slow
 def test_loops_rows_ratios_and_files(peer, tmp_path, bench):
     options = ("--backbone", "resnet8", "--nproc", 2, "--arcface-torch", peer, "--out", tmp_path)
-    code, result, printed = bench(*SMALL_LOOP, *options)
-    assert code == 0
+    result, printed = bench(*SMALL_LOOP, *options)
     rows = {row["contestant"]: row for row in result["rows"]}
     assert list(rows) == ["plsc", "plsc-fp32", "arcface-torch", "plain"]
     for row in rows.values():
@@ -178,8 +176,7 @@ def test_loops_rows_ratios_and_files(peer, tmp_path, bench):
     ids=["head", "train"],
 )
 def test_what_fails_or_does_not_fit_is_a_row(peer, bench, command, option, names, reasons):
-    code, result, printed = bench(*command, "--nproc", 1, option, peer, "--contestants", *names)
-    assert code == 0
+    result, printed = bench(*command, "--nproc", 1, option, peer, "--contestants", *names)
     assert [(row["failed"], row["cpu_s"], row["note"]) for row in result["rows"]] == [(True, None, r) for r in reasons]
     assert result["ratios"] == []
     assert all(reason in printed.out for reason in reasons)
@@ -278,10 +275,8 @@ def test_all_take_turns_and_failures_are_not_tried_again(monkeypatch, subject, b
 def test_without_the_file_of_baselines_ours_are_measured_alone(monkeypatch, tmp_path, bench):
     monkeypatch.setattr(comparing, "BASELINES", tmp_path / "baselines.py")  # as in an installed wheel
     monkeypatch.setattr(comparing, "measure_on_ranks", lambda *args, **options: taken(1.0))
-    code, result, printed = bench("train", "--nproc", 1)
-    assert code == 0
+    result, printed = bench("train", "--nproc", 1)
     assert [row["contestant"] for row in result["rows"]] == list(LOOPS)
     assert "--baselines FILE names benchmarks/baselines.py of a checkout" in printed.err
-    code, _, printed = bench("head", "--partial-fc", tmp_path, "--overwrite")
-    assert code == 2
+    _, printed = bench("head", "--partial-fc", tmp_path, "--overwrite", code=2)
     assert "--partial-fc needs --baselines FILE" in printed.err

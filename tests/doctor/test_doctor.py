@@ -38,18 +38,18 @@ def _forgotten_verdicts(monkeypatch):
 
 @pytest.fixture
 def doctor(tmp_path, capsys):
-    """``doctor(*sections)``: the exit code, the sections of the JSON file, and what was printed."""
+    """``doctor(*sections, code=CODE)`` exits with that code: the sections of the JSON file, and what was printed."""
 
-    def run(*sections):
+    def run(*sections, code):
         file = tmp_path / "doctor.json"
-        code = main(["doctor", "--only", *sections, "--json", str(file), "--overwrite"])
+        assert main(["doctor", "--only", *sections, "--json", str(file), "--overwrite"]) == code
         saved = json.loads(file.read_text())
         printed = capsys.readouterr().out
         lines = [line for found in saved["sections"].values() for line in found.values()]
         assert all(line["text"] in printed for line in lines)
         assert saved["ok"] == (code == 0) == all(line["state"] != "FAIL" for line in lines)
         assert all(line.get("advice") for line in lines if line["state"] == "FAIL")
-        return code, saved["sections"], printed
+        return saved["sections"], printed
 
     return run
 
@@ -61,8 +61,7 @@ def noise(chunk, unit_gradient, state, update):
 def test_a_sound_machine_is_green(doctor, monkeypatch):
     monkeypatch.setattr(kernels, "low_precision_units", lambda device: Units((), "this CPU has no bf16 units"))
     monkeypatch.setattr(kernels, "low_precision_speed", lambda precision, device: 1 / 3.7)
-    code, sections, printed = doctor("versions", "machine", "choices", "collectives")
-    assert code == 0
+    sections, printed = doctor("versions", "machine", "choices", "collectives", code=0)
     slower = "auto is fp32: bf16 is 3.7 times slower than fp32 here (this CPU has no bf16 units)"
     assert sections["choices"]["precision"]["text"] == slower
     assert sections["versions"]["torch"] == {"state": "ok", "text": torch.__version__}
@@ -112,8 +111,7 @@ def test_a_v100_is_examined_in_what_it_has(monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_training_and_plan_are_green(doctor):
-    code, sections, _ = doctor("kernels", "training", "plan")
-    assert code == 0
+    sections, _ = doctor("kernels", "training", "plan", code=0)
     for path in build.available_paths():
         assert re.match(r"\d+ checks: sums", sections["kernels"][f"compiled for {path}, bfloat16"]["text"])
     checks = sections["kernels"]["torch, float32"]["figures"]["checks"]
@@ -128,8 +126,7 @@ def test_kernels_training_and_plan_are_green(doctor):
 
 def test_without_compiled_kernels_pytorch_computes(doctor, monkeypatch):
     monkeypatch.setenv("PLSC_NATIVE", "0")
-    code, sections, _ = doctor("machine", "choices")
-    assert code == 0
+    sections, _ = doctor("machine", "choices", code=0)
     assert sections["choices"]["head, bfloat16 + int8"]["text"] == "torch backend: PLSC_NATIVE=0"
     assert sections["choices"]["search, bf16"]["text"] == "torch scan, by torch, on cpu"
     assert sections["machine"]["compiled CPU kernels"]["state"] == "-"
@@ -139,7 +136,7 @@ def test_without_compiled_kernels_pytorch_computes(doctor, monkeypatch):
 def test_a_forced_path_is_the_one_that_is_looked_at(doctor, monkeypatch):
     path = build.available_paths()[-1]
     monkeypatch.setenv("PLSC_CPU", path)
-    _, sections, _ = doctor("machine", "choices")
+    sections, _ = doctor("machine", "choices", code=0)
     assert f"PLSC_CPU={path}" in sections["machine"]["compiled head kernels"]["text"]
     assert sections["choices"]["head, float32"]["text"].startswith("cpu backend: ")
 
@@ -171,8 +168,7 @@ def test_supported_versions_are_those_of_the_package():
 )
 def test_a_library_out_of_bounds_is_named(doctor, monkeypatch, module, name, version, advice):
     monkeypatch.setattr(module, "__version__", version)
-    code, sections, printed = doctor("versions")
-    assert code == 1
+    sections, printed = doctor("versions", code=1)
     assert advice in sections["versions"][name]["advice"]
     assert re.search(rf"FAIL  {name} +{re.escape(version)}", printed)
     assert f"1 of 7 lines FAIL (versions: {name})" in printed
@@ -183,8 +179,7 @@ def test_a_triton_that_torch_was_not_made_for_is_named(doctor, monkeypatch):
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or real(name))
     monkeypatch.setattr(metadata, "requires", lambda name: ["filelock", 'triton==3.9.0; platform_system == "Linux"'])
-    code, sections, _ = doctor("versions")
-    assert code == 1
+    sections, _ = doctor("versions", code=1)
     assert sections["versions"]["triton"]["text"] == "2.1.0, and this torch needs 3.9.0"
 
 
@@ -193,10 +188,9 @@ def test_a_triton_that_torch_was_not_made_for_is_named(doctor, monkeypatch):
 def test_a_kernel_library_of_other_sources_is_named(doctor, monkeypatch, tmp_path):
     files = wrong_library.plant(monkeypatch, tmp_path)
     try:
-        code, sections, _ = doctor("machine")
+        sections, _ = doctor("machine", code=1)
     finally:
         build._load.cache_clear()
-    assert code == 1
     for file, name in zip(files, ("head", "scan"), strict=True):
         assert (
             f"{file} was made from other sources: delete it" in sections["machine"][f"compiled {name} kernels"]["text"]
@@ -209,8 +203,7 @@ def test_a_kernel_that_returns_noise_is_named(doctor, monkeypatch):
     path = build.available_paths()[-1]
     monkeypatch.setenv("PLSC_CPU", path)
     monkeypatch.setattr(cpu_backend, "_sgd", noise)
-    code, sections, _ = doctor("choices", "kernels")
-    assert code == 1
+    sections, _ = doctor("choices", "kernels", code=1)
     assert "disagrees with float64 here: weights" in sections["choices"]["head, float32"]["text"]
     line = sections["kernels"][f"compiled for {path}, bfloat16"]
     assert line["state"] == "FAIL"
@@ -229,8 +222,7 @@ def test_a_scan_that_returns_noise_is_named(doctor, monkeypatch):
 
     monkeypatch.setattr(ScanKernel, "__call__", swapped)
     monkeypatch.setattr("plsc.doctor.kernels.head", lambda *args: [])
-    code, sections, _ = doctor("kernels")
-    assert code == 1
+    sections, _ = doctor("kernels", code=1)
     for line in sections["kernels"].values():
         assert line["text"].startswith("not the float64 ranking: int8, all rows; int8, a half of the rows; bf16")
 
@@ -244,9 +236,9 @@ def test_a_search_that_is_wrong_in_one_precision_is_named_alone(doctor, monkeypa
 
     monkeypatch.setattr(ExactScan, "search", off)
     monkeypatch.setattr("plsc.doctor.kernels.head", lambda *args: [])
-    lines = doctor("kernels")[1]["kernels"]
+    lines = doctor("kernels", code=1)[0]["kernels"]
     monkeypatch.setenv("PLSC_NATIVE", "0")
-    lines |= doctor("kernels")[1]["kernels"]
+    lines |= doctor("kernels", code=1)[0]["kernels"]
     for name, line in lines.items():
         assert line["text"] == "not the float64 ranking: int8, all rows; int8, a half of the rows"
         assert ("PLSC_NATIVE=0" in line["advice"]) == name.startswith("scan compiled")
@@ -258,8 +250,7 @@ def test_a_kernel_that_raises_is_a_line_and_not_the_end(doctor, monkeypatch):
 
     monkeypatch.setenv("PLSC_NATIVE", "0")
     monkeypatch.setattr(TorchBackend, "first_pass", broken)
-    code, sections, _ = doctor("kernels", "training")
-    assert code == 1
+    sections, _ = doctor("kernels", "training", code=1)
     assert sections["kernels"]["torch, float32"]["text"] == "RuntimeError: CUDA error: no kernel image is available"
     assert sections["training"]["steps, float32 + float32"]["state"] == "FAIL"
 
@@ -275,8 +266,7 @@ def test_training_that_does_not_repeat_or_is_wrong_is_named(doctor, monkeypatch)
         return training.Run([*run.losses[:-1], run.losses[-1] * scale], run.weights)
 
     monkeypatch.setattr(training, "train", drifting)
-    code, sections, _ = doctor("training")
-    assert code == 1
+    sections, _ = doctor("training", code=1)
     assert sections["training"]["steps twice, float32 + float32"]["text"].startswith("differ: ")
     assert "off by 1.0e-03 (bound 1e-04)" in sections["training"]["steps against float64, float32 + float32"]["text"]
 
