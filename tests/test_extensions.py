@@ -1,5 +1,6 @@
 """A package that adds one of each kind by entry points, installed by pip into a folder and used by the commands."""
 
+import json
 import os
 import re
 import shutil
@@ -87,6 +88,32 @@ def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_packages_features_have_keys_a_plan_and_a_state(installed: Installed) -> None:
+    code, out, err = installed.plsc("train", "--list-keys", "tether")
+    assert code == 0, err
+    assert "tether.length = 1.0" in out
+    code, out, err = installed.plsc("train", "--list-keys", "thirds")
+    assert "thirds.stay = false" in out
+    own = ("--tether.weight", "0.1", "--thirds", "true", "--checkpoint.every_steps", "2")
+    code, out, err = installed.plsc("plan", "example.toml", "--classes", "6", "--gpus", "1", *own[:4])
+    assert code == 0, err
+    assert "the tether's loss takes no time" in out
+    code, out, err = installed.plsc("train", "example.toml", *own, "--out", "t")
+    assert code == 0, err
+    again = ("--resume", "auto", "--steps", "5")
+    code, out, err = installed.plsc("train", "example.toml", *own, *again, "--out", "t")
+    assert code == 0, err
+    lines = [json.loads(line) for line in (installed.folder / "t/metrics.jsonl").read_text().splitlines()]
+    losses = [line for line in lines if "tether_loss" in line]
+    assert [line["tethered_steps"] for line in losses] == [1, 2, 3, 4, 5]
+    assert "tether  embeddings are held at 1, weight 0.1" in (installed.folder / "t/train.log").read_text()
+    code, _, err = installed.plsc("train", "example.toml", "--tether.weigth", "0.1", "--out", "u")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "did you mean tether.weight?" in err
+
+
 def test_errors_list_extensions_and_name_the_package_of_a_broken_one(installed: Installed) -> None:
     code, _, err = installed.plsc("train", "example.toml", "--head.margin", "halfwey", "--out", "c")
     assert (code, err.count("\n")) == (2, 1)

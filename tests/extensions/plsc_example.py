@@ -1,25 +1,31 @@
 """One of each kind that a package can add to plsc."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plsc.config import Config, FeatureConfig
 from plsc.data import ImageDataset
 from plsc.embedding.quality import QualityGate
+from plsc.errors import UsageError
 from plsc.features.averaging.config import AveragingConfig
 from plsc.features.averaging.exchange import ModelAveraging
 from plsc.gallery.backends import Server
 from plsc.gallery.store import Store
+from plsc.head.kept_rows import KeptRows
+from plsc.head.options import HeadFeature
 from plsc.loggers import LoggedRun, RunLogger
 from plsc.losses import Margin
 from plsc.models import Backbone
 from plsc.parallel import Mesh
 from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.strategies.ddp import DataParallel
+from plsc.toml_keys import key
+from plsc.train.feature import Feature
 
 
 class OneBlock(Backbone):
@@ -96,6 +102,114 @@ def open_local(address: str) -> Store:
 
 
 LOCAL = Server("FOLDER", "plsc_example:open_local")
+
+
+@dataclass(frozen=True)
+class TetherConfig(FeatureConfig):
+    """[tether]: a loss that holds embeddings at a length.
+
+    Attributes:
+        weight: Weight of the loss in that of the run; 0: none.
+        length: Length that embeddings are held at.
+    """
+
+    weight: float = key(0.0, least=0)
+    length: float = key(1.0, above=0)
+
+    alone: ClassVar[Mapping[str, str]] = {"parallel.pp": "nobody has tried"}
+
+    def is_on(self, run: Config) -> bool:
+        """A feature that is off is never made, and costs a step nothing."""
+        return self.weight > 0
+
+    @property
+    def cause(self) -> str:
+        """How refusals begin."""
+        return f"tether.weight = {self.weight:g}"
+
+    def make(self, run: Config) -> "Tether":
+        """What takes part in the run."""
+        return Tether(run)
+
+    def plan_notes(self) -> list[str]:
+        """A line of plsc plan."""
+        return ["the tether's loss takes no time"]
+
+
+class Tether(Feature):
+    """A feature of a run; this one adds a loss, and remembers how often."""
+
+    loss_name = "tether_loss"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.own = config.section(TetherConfig)
+        self.loss_weight, self.steps = self.own.weight, 0
+
+    def begin_step(self, labels: Sequence[Tensor]) -> None:
+        """Once a step, before its first micro-batch."""
+        self.steps += 1
+
+    def loss(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, and its share of the step: whole, as this recipe does not accumulate."""
+        away = (embeddings.norm(dim=1) - self.own.length).square().mean()
+        return away, torch.ones((), dtype=torch.float64)
+
+    def state(self) -> Any:
+        """What a checkpoint holds of it."""
+        return {"steps": self.steps}
+
+    def restore(self, state: Any) -> None:
+        """Go on from there."""
+        self.steps = 0 if state is None else int(state["steps"])
+
+    def figures(self) -> dict[str, float]:
+        """What a line of metrics says."""
+        return {"tethered_steps": self.steps}
+
+    def lines(self) -> dict[str, str]:
+        """What the head of train.log says."""
+        return {"tether": f"embeddings are held at {self.own.length:g}, weight {self.own.weight:g}"}
+
+
+@dataclass(frozen=True)
+class EveryThird(HeadFeature):
+    """An option of a class head: that every third class stays as it is."""
+
+    every_third: bool = False
+
+    def attach(self, head: Any) -> None:
+        """Take part in a head that is made."""
+        if self.every_third:
+            head.keep(self)
+
+    def by_number(self, num_classes: int, own: tuple[int, int], centers: int, device: torch.device) -> KeptRows:
+        """The rows of a shard that no update changes."""
+        kept = torch.arange(*own, device=device) % 3 == 0
+        return KeptRows(kept.repeat_interleave(centers), are_all=False)
+
+    def by_key(self) -> Any:
+        """Those of a table whose classes come and go."""
+        raise UsageError("every_third is for classes that have numbers; leave it out")
+
+
+@dataclass(frozen=True)
+class ThirdsConfig(FeatureConfig):
+    """[thirds]: that option as keys of a run; a table of several may have its own.
+
+    Attributes:
+        stay: Keep every third class as it is.
+    """
+
+    stay: bool = key(False, stands_for_section=True, in_tables=True)
+
+    def is_on(self, run: Config) -> bool:
+        """Nothing of it is in the trainer: the head does it."""
+        return False
+
+    def head_options(self) -> dict[str, Any]:
+        """Keywords of each class head."""
+        return {"every_third": self.stay}
 
 
 class Brightness(QualityGate):

@@ -1,8 +1,8 @@
 """The keys of [asynchronous]."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from plsc.feature_config import FeatureConfig
 from plsc.toml_keys import key
@@ -35,7 +35,7 @@ class AsynchronousConfig(FeatureConfig):
     period: int = key(8, least=2, moved_from="parallel.averaging_period")
 
     steps_alone = True
-    alone = {  # noqa: RUF012
+    alone: ClassVar[Mapping[str, str]] = {
         "parallel.strategy": _TOGETHER,
         "parallel.tp": _TOGETHER,
         "parallel.pp": _TOGETHER,

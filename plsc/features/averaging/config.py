@@ -1,8 +1,8 @@
 """The keys of [averaging]."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from plsc.errors import UsageError
 from plsc.feature_config import FeatureConfig
@@ -45,8 +45,8 @@ class AveragingConfig(FeatureConfig):
     outer_momentum: float = key(0.9, least=0, below=1, moved_from="parallel.outer_momentum")
 
     moves_weights = True
-    keeps = {"outer": "the momentum of the outer steps (averaging)"}  # noqa: RUF012
-    alone = {  # noqa: RUF012
+    keeps: ClassVar[Mapping[str, str]] = {"outer": "the momentum of the outer steps (averaging)"}
+    alone: ClassVar[Mapping[str, str]] = {
         "parallel.comm_hook": "it sends weights, and no gradients that a hook would compress",
         "parallel.strategy": "it averages whole weights, and leaves their states to the ranks",
         "parallel.tp": "it averages whole weights",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from plsc.feature_config import FeatureConfig
 from plsc.toml_keys import key, toml_value
@@ -33,7 +33,7 @@ class CompatibleConfig(FeatureConfig):
     m: float = key(0.2, least=0, below=1)
 
     needs_trained_backbone = True
-    alone = {"table": "old centres are those of a single class table"}  # noqa: RUF012
+    alone: ClassVar[Mapping[str, str]] = {"table": "old centres are those of a single class table"}
 
     def is_on(self, run: "Config") -> bool:
         """See :meth:`FeatureConfig.is_on`."""

@@ -1,8 +1,8 @@
 """The keys of [fp8]."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from plsc.feature_config import FeatureConfig
 from plsc.toml_keys import key
@@ -25,7 +25,7 @@ class Float8Config(FeatureConfig):
     enabled: bool = key(False, stands_for_section=True)
 
     precision = "bf16"
-    alone = {  # noqa: RUF012 — a class attribute, not a key
+    alone: ClassVar[Mapping[str, str]] = {
         "parallel.tp": "nobody has tried",
         "parallel.pp": "nobody has tried",
     }
