@@ -89,8 +89,6 @@ class HeadConfig:
             bf16x3 (16 bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.
         placement: Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a
             mapped file per rank).
-        journal: Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to
-            them, in place of a copy of the table in each.
         staleness: Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they
             keep going; for tables on host or mmap; 0: they wait for it.
     """
@@ -127,7 +125,6 @@ class HeadConfig:
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
     placement: str = key("device")
-    journal: bool = key(False)
     staleness: int = key(0, least=0)
 
     def refusals(self, run: "Config") -> Iterator[str]:
@@ -137,16 +134,10 @@ class HeadConfig:
         try:
             self._check_table(run)
         except UsageError as error:
-            text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
+            text = re.sub(r"\b(placement|staleness)\b", r"head.\1", str(error))
             for of_the_head, of_a_key in _WORDS_OF_THE_HEAD.items():
                 text = text.replace(of_the_head, of_a_key)
             yield text
-        keep = run.checkpoint.keep
-        if self.journal and (keep.every_hours or keep.best):
-            yield (
-                "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "
-                "checkpoint.keep.best out, or give head.journal = false"
-            )
         takes = _keys_of(self.margin)
         for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
             if getattr(self, name) is not None and name not in takes:
@@ -169,7 +160,7 @@ class HeadConfig:
         from plsc.head.replicas import ReplicaOptions
         from plsc.head.storage import TableStorage
 
-        storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
+        storage = TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement)
         exchange = ReplicaOptions(run.parallel.head_averaging_period, self.staleness)
         exchange.check(storage, clips=run.optim.clip_head)
         if self.max_classes is not None:

@@ -9,6 +9,7 @@ import torch
 
 from plsc.config import Config, DataConfig, ParallelConfig, make_margin
 from plsc.devices import Device
+from plsc.feature_config import DiskTerm
 from plsc.head.backends import HeadShape, why_no_triton_passes, why_not_fused
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
@@ -17,7 +18,6 @@ from plsc.head.backends.triton_stored import row_options, summed_classes
 from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
 from plsc.head.kept_rows import COPIED_ROWS
-from plsc.head.undo_journal import journal_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
@@ -82,7 +82,7 @@ def row_bytes(config: Config) -> dict[str, int]:
 
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
-    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False), features=())
+    single = replace(config, head=replace(config.head, centers=1, placement="device"), features=())
     head = make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
@@ -110,7 +110,7 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
         if table.is_fixed:  # no checkpoint holds them: they are read from their own source
             kept[table.name] = sum(parts.values())
             continue
-        stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.head.journal)
+        stored += sum(size for name, size in parts.items() if name != "1/norms" and not table.config.keeps_tables)
         if table.placement != "device":
             host += sum(parts.values())
         else:
@@ -351,33 +351,36 @@ class Disk:
 
     Attributes:
         table: of a rank's files, where the table lies in mapped files; else 0.
-        journals: of what a rank's rows held at the savepoints that can be gone back to; 0 without ``head.journal``.
+        of_features: of a rank, what its features take besides.
         checkpoint: of one checkpoint, of all ranks together.
         checkpoints: that are there at a time: those that ``checkpoint.keep`` keeps by number, and the next one.
     """
 
     table: int
-    journals: int
+    of_features: list[DiskTerm]
     checkpoint: int
     checkpoints: int
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        others = {term.name: term.nbytes for term in self.of_features}
+        return {"table": self.table, **others, "checkpoint": self.checkpoint, "checkpoints": self.checkpoints}
 
 
 def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     """The disk that ``run`` takes; ``profile`` is the backbone's. ``checkpoint.keep.every_hours`` is not counted."""
     config = run.config
     keep = config.checkpoint.keep
-    files, journals, stored = 0, 0, 0
+    files, stored = 0, 0
+    of_features: list[DiskTerm] = []
     for table in (table for table in run.tables if not table.is_fixed):
-        head, columns = table.config.head, row_bytes(table.config)
+        columns = row_bytes(table.config)
         row, is_mapped = sum(columns.values()), table.placement == "mmap"
         files += table.rows * row if is_mapped else 0
-        if is_mapped and head.journal:
-            steps = 0 if config.checkpoint.every_minutes else config.checkpoint.every_steps
-            share = table.updated_rows / max(table.rows, 1)
-            journals += (keep.last + 1) * journal_bytes(table.rows, row, share, steps)
-        else:
-            stored += table.classes * head.centers * (row - columns["1/norms"])
+        of_features += [term for section in config.features_on for term in section.planned_disk(table, row)]
+        if not (is_mapped and config.keeps_tables):
+            stored += table.classes * table.config.head.centers * (row - columns["1/norms"])
     trained = [parameter for parameter in profile.parameters if parameter.is_trained]
     weights = profile.weights + profile.buffers
     backbone = (2 if config.ema_decay else 1) * weights + state_bytes(run, trained)
-    return Disk(files, journals, backbone + stored, keep.last + keep.best + 1)
+    return Disk(files, of_features, backbone + stored, keep.last + keep.best + 1)
