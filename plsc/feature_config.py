@@ -188,10 +188,9 @@ def section_of(sections: Sequence[FeatureConfig], kind: type[_Section]) -> _Sect
 def feature_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint's small state holds of rare features, by name; earlier versions kept it elsewhere."""
     former = {name: section_class(name).former_state(state) for name in FEATURES}
-    stored = state.get("features")
-    return {name: found for name, found in former.items() if found is not None} | (
-        stored if isinstance(stored, dict) else {}
-    )
+    given = state.get("features")  # from wherever: it may be anything
+    own = given if isinstance(given, dict) else {}
+    return {name: found for name, found in former.items() if found is not None} | own
 
 
 def keeper_of_tables(state: Mapping[str, Any]) -> tuple[type[FeatureConfig], Any] | None:

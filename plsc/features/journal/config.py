@@ -51,10 +51,7 @@ class JournalConfig(FeatureConfig):
     def refusals(self, run: "Config") -> Iterator[str]:
         """Refuse tables that are in no file."""
         if self.enabled and not run.head.placement.startswith("mmap:"):
-            yield (
-                f'{self.cause} is for tables in a mapped file: give head.placement = "mmap:FILE", not '
-                f'"{run.head.placement}"'
-            )
+            yield f'{self.cause} is for tables in a mapped file: give head.placement = "mmap:FILE"'
 
     def head_options(self) -> dict[str, Any]:
         """See :meth:`FeatureConfig.head_options`."""
