@@ -35,15 +35,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"compatible_models|features.compatible|\"compatible\"",
     ),
     "fp8": (("plsc/features/fp8",), r"\bfp8\b|[Ff]loat8"),
-    "journal": (
-        (
-            "plsc/features/journal",
-            "plsc/head/journaled_table.py",
-            "plsc/head/undo_journal.py",
-            "plsc/head/saved_rows.py",
-        ),
-        r"[Jj]ournal(?!_mode)|savepoint",
-    ),
+    "journal": (("plsc/features/journal",), r"[Jj]ournal(?!_mode)|savepoint"),
     "replicas": (
         ("plsc/features/replicas",),
         r"averaging_period|Replica(Options|Averaging)|replicas\.staleness|average_bytes|features.replicas",
@@ -75,7 +67,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map",
     ),
 }
-STAGE_1 = ("averaging", "asynchronous", "frozen", "compatible", "fp8")
+STAGE_1 = ("averaging", "asynchronous", "frozen", "compatible", "fp8", "journal")
 
 
 def shipped_files() -> list[Path]:

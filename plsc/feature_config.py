@@ -5,7 +5,7 @@ The core reads keys, asks whether a feature is on, and calls it; it names none. 
 """
 
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +14,37 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from plsc.extensions import Registry, is_subclass
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
     from plsc.config import Config  # which imports this module, as the others do
     from plsc.plan.plan_config import PlanConfig
+    from plsc.train.checkpoint_reader import StoredCheckpoint
     from plsc.train.feature import Feature  # imports torch
+
+
+@dataclass(frozen=True)
+class DiskTerm:
+    """Bytes that a feature takes on a rank's disk, about: their name in JSON, and in words."""
+
+    name: str
+    words: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RowsOutside:
+    """The weights of a class table (rows, dim) that a checkpoint goes with and does not hold, in ``files``.
+
+    ``copy_into`` writes them, as they were at the checkpoint, into a float32 array of this shape.
+    """
+
+    rows: int
+    dim: int
+    dtype: "torch.dtype"
+    files: tuple[str, ...]
+    copy_into: "Callable[[NDArray[np.float32]], None]"
 
 
 @dataclass(frozen=True)
@@ -35,6 +63,8 @@ class FeatureConfig:
         keeps: tensors of its exchange that nothing takes over in a run without it, by the last part of their names, in
             words.
         needs_trained_backbone: nothing comes of it where the backbone does not train.
+        keeps_tables: it keeps the class tables' rows itself, and checkpoints hold none; its feature is a
+            :class:`plsc.train.feature.TableKeeper`.
     """
 
     alone: ClassVar[Mapping[str, str]] = {}
@@ -44,6 +74,7 @@ class FeatureConfig:
     moves_weights: ClassVar[bool] = False
     keeps: ClassVar[Mapping[str, str]] = {}
     needs_trained_backbone: ClassVar[bool] = False
+    keeps_tables: ClassVar[bool] = False
 
     def is_on(self, run: "Config") -> bool:
         """Whether ``run``, whose section this is, has the feature; else it is not made."""
@@ -84,6 +115,10 @@ class FeatureConfig:
         """What a plan leaves out, a line each."""
         return []
 
+    def planned_disk(self, table: "PlanConfig", row_bytes: int) -> list[DiskTerm]:
+        """What it takes on the disk of each rank of a run with this ``table``, whose rows take so many bytes there."""
+        return []
+
     # Of checkpoints.
 
     @classmethod
@@ -99,6 +134,21 @@ class FeatureConfig:
             UsageError: a run cannot go on without it.
         """
         return ""
+
+    @classmethod
+    def open_rows(cls, stored: "StoredCheckpoint", state: Any, used: Sequence[int] | None) -> RowsOutside:
+        """The rows that it keeps (``keeps_tables``) and that the checkpoint ``stored`` goes with.
+
+        Args:
+            stored: the checkpoint, from wherever.
+            state: what it holds of the feature.
+            used: rows of each shard that were in use; None: all.
+
+        Raises:
+            DataError: they are not there.
+            IntegrityError: ``state`` is none of this feature.
+        """
+        raise NotImplementedError
 
 
 _Section = TypeVar("_Section", bound=FeatureConfig)
@@ -133,3 +183,26 @@ def section_name(kind: type[FeatureConfig]) -> str:
 def section_of(sections: Sequence[FeatureConfig], kind: type[_Section]) -> _Section:
     """The section of a class among those that a configuration gives; its defaults where it gives none."""
     return next((section for section in sections if isinstance(section, kind)), None) or kind()
+
+
+def feature_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's small state holds of rare features, by name; earlier versions kept it elsewhere."""
+    former = {name: section_class(name).former_state(state) for name in FEATURES}
+    given = state.get("features")  # from wherever: it may be anything
+    own = given if isinstance(given, dict) else {}
+    return {name: found for name, found in former.items() if found is not None} | own
+
+
+def keeper_of_tables(state: Mapping[str, Any]) -> tuple[type[FeatureConfig], Any] | None:
+    """The section of the feature that keeps the rows of the class tables of a checkpoint, and the feature's state.
+
+    Args:
+        state: the checkpoint's small state.
+
+    Returns:
+        None where the checkpoint holds them.
+    """
+    for name, of_feature in feature_states(state).items():
+        if of_feature is not None and FEATURES.find(name) is not None and section_class(name).keeps_tables:
+            return section_class(name), of_feature
+    return None

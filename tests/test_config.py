@@ -96,7 +96,7 @@ def groups_of(entry: Key) -> dict[str, str]:
     """What a key goes with: head groups, tables in host memory, a file for a journal, classes that come, an old run."""
     if entry.section == "compatible":
         return {} if entry.name == "compatible.with" else {"compatible.with": "runs/old"}
-    if entry.name == "head.journal":
+    if entry.name == "journal.enabled":
         return {"head.placement": "mmap:table"}
     if entry.name in ("head.admit_after", "head.expire_after"):
         return {"head.max_classes": "9"}

@@ -19,7 +19,7 @@ TABLES = {"head_ranks": 1, "head.placement": "host", "replicas.averaging_period"
 ASYNC = {"head_ranks": 1, "head.placement": "host", "asynchronous.mode": "full"}
 EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
 FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
-JOURNAL = {"head.placement": "mmap:table", "head.journal": True, "eval.sets": ("avatars:4x2",)}
+JOURNAL = {"head.placement": "mmap:table", "journal.enabled": True, "eval.sets": ("avatars:4x2",)}
 MOMENTS = "leaves adamw no moments"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # strategies
@@ -101,9 +101,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head.margin": "mlcd", "head.negative_filter": 0.5}, "leave head.negative_filter out"),
     ({"head.margin": "mlcd", "head.label_reduction": "sum"}, 'head.label_reduction = "sum" means nothing with it'),
     ({**PP, "head.max_classes": 9}, "head.max_classes is not made for parallel.pp = 2"),
-    ({**JOURNAL, "head.placement": "host"}, "head.journal is for tables in a mapped file"),
-    ({**JOURNAL, "checkpoint.keep.best": 1}, "head.journal goes back to the last checkpoints alone"),
-    ({**JOURNAL, "checkpoint.keep.every_hours": 12}, "head.journal goes back to the last checkpoints alone"),
+    ({**JOURNAL, "head.placement": "host"}, "journal = true is for tables in a mapped file"),
+    ({**JOURNAL, "checkpoint.keep.best": 1}, "journal = true does not go with checkpoint.keep.best = 1"),
+    ({**JOURNAL, "checkpoint.keep.every_hours": 12}, "a journal goes back to the last checkpoints alone"),
+    ({**JOURNAL, **ASYNC, "head.placement": "mmap:table"}, "does not go with journal = true"),
     *[
         ({"optim.name": name, "head.momentum_dtype": "none"}, MOMENTS)
         for name in ("adamw", "lamb", "lion", "muon", "adafactor")

@@ -83,8 +83,6 @@ class HeadConfig:
             bf16x3 (16 bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.
         placement: Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a
             mapped file per rank).
-        journal: Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to
-            them, in place of a copy of the table in each.
     """
 
     margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",), is_fixed=True)
@@ -119,7 +117,6 @@ class HeadConfig:
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
     placement: str = key("device")
-    journal: bool = key(False)
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
@@ -128,13 +125,7 @@ class HeadConfig:
         try:
             self._check_table(run)
         except UsageError as error:
-            yield re.sub(r"\b(placement|journal)\b", r"head.\1", str(error))
-        keep = run.checkpoint.keep
-        if self.journal and (keep.every_hours or keep.best):
-            yield (
-                "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "
-                "checkpoint.keep.best out, or give head.journal = false"
-            )
+            yield re.sub(r"\b(placement)\b", r"head.\1", str(error))
         takes = _keys_of(self.margin)
         for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
             if getattr(self, name) is not None and name not in takes:
@@ -156,7 +147,7 @@ class HeadConfig:
         """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
         from plsc.head.storage import TableStorage
 
-        TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement, self.journal)
+        TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement)
         if self.max_classes is not None:
             self._check_coming_classes(run)
         elif self.admit_after > 1 or self.expire_after is not None:

@@ -230,6 +230,11 @@ class Config:
         return any(section.steps_alone for section in self.features_on)
 
     @property
+    def keeps_tables(self) -> bool:
+        """Whether a feature keeps the class tables' rows itself: checkpoints hold none then."""
+        return any(section.keeps_tables for section in self.features_on)
+
+    @property
     def keeps_rows(self) -> str:
         """Which rows of the class table no step updates: "", "some" or "all"."""
         return next((found for section in self.features if (found := section.keeps_rows)), "")

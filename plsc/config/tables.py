@@ -69,6 +69,4 @@ def refusals_of_tables(config: Config) -> Iterator[str]:
         if (ranks := getattr(config.parallel, axis)) > 1:
             yield f"[[table]] is not made for parallel.{axis} = {ranks}; leave one of them out"
     for table in tables:
-        if table.config.head.journal:
-            yield f"table {table.name}: head.journal is for a single table; leave it out, or [[table]]"
         yield from (f"table {table.name}: {refusal}" for refusal in table.config.refusals())

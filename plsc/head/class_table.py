@@ -267,12 +267,14 @@ class ClassTable:
     Attributes:
         parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
         is_resident: whether computation reads and writes the rows in place.
+        outlives_run: whether its files keep the rows of all shards for a later process, those in reserve too.
         stored_at: the first row's number in a checkpoint, and all rows there. Of a table that grows it is not
             ``shape``'s, whose numbers stay as they are while the shards before this one grow.
         kept: rows that no update changes; None: there is none.
     """
 
     is_resident = True
+    outlives_run = False
     kept: KeptRows | None = None
 
     def __init__(self, shape: TableShape, weight: Tensor, *, requires_grad: bool = False) -> None:

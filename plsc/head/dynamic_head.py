@@ -63,8 +63,9 @@ class DynamicHead(ShardedHead):
         **options: :class:`plsc.ShardedHead`'s others, but ``update="autograd"``. Replicas that step by themselves
             are made equal before each :meth:`remove`, :meth:`merge` and :meth:`split` too.
             Classes that options keep as they are may be FILE.txt of names (:meth:`use_names`) or keys: they keep
-            what they begin with, whenever they come. With ``journal``, store :meth:`key_state` beside each savepoint,
-            and load it after :meth:`roll_back`; ``max_classes`` and the ranks then stay as they were.
+            what they begin with, whenever they come. Where rows stay in files that outlive the run, store
+            :meth:`key_state` whenever these are saved, and load it when they are back; ``max_classes`` and the ranks
+            then stay as they were.
 
     Attributes:
         key_map: the keys, their rows and names; the same on every rank. To be changed by the methods here alone.
@@ -442,7 +443,7 @@ class DynamicHead(ShardedHead):
         state = self.key_map.state(np.cumsum([0, *self._counts])[:-1].tolist())
         if self.expire_after is None:  # nobody takes note of what batches have: a later run counts from its beginning
             state["seen"].fill_(-1)
-        if self.undo_journal is not None:  # whose rows stay in the files of their shards
+        if self.softmax.table.outlives_run:  # whose rows stay in the files of their shards
             state["counts"] = torch.tensor(self._counts)
         return state
 
@@ -458,7 +459,7 @@ class DynamicHead(ShardedHead):
     def load_key_state(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`key_state` gave, at any number of ranks: before the rows are loaded into sharded_state().
 
-        A table with savepoints has the rows already, by :meth:`roll_back`, at as many ranks as before.
+        A table whose files outlive the run has the rows already, at as many ranks as before.
 
         Raises:
             DataError: it is none, or damaged.
@@ -467,7 +468,7 @@ class DynamicHead(ShardedHead):
         total = int(state["classes"].max()) + 1 if "classes" in state and len(state["classes"]) else 0
         if total > self.max_classes:
             raise UsageError(f"max_classes = {self.max_classes:,} is too few for the {total:,} classes that are stored")
-        had = state.get("counts") if self.undo_journal is not None else None
+        had = state.get("counts") if self.softmax.table.outlives_run else None
         counts = shares(total, self.mesh.head.world_size, self._shard_capacity, had)
         self._make_replicas_equal()
         self.key_map.load_state(state, np.cumsum([0, *counts])[:-1].tolist())

@@ -18,14 +18,21 @@ from plsc.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from plsc.head.sharded_head import ShardedHead  # which imports this module
-
+    from plsc.head.storage import MappedTables
 
 _Group = TypeVar("_Group")
 
 
 @dataclass(frozen=True)
 class HeadFeature:
-    """A rare feature of a class head: a frozen dataclass of its options."""
+    """A rare feature of a class head: a frozen dataclass of its options.
+
+    A head without them has what :meth:`attach` gives by the defaults of those in :data:`ATTRIBUTES`.
+    """
+
+    def mapped_tables(self, placement: str) -> "MappedTables | None":
+        """What makes a table in mapped files; None: the core. UsageError where ``placement`` names no file for it."""
+        return None
 
     def attach(self, head: "ShardedHead") -> None:
         """Take part in a head that is whole; UsageError where it cannot."""
@@ -44,9 +51,9 @@ class TableOptions:
             by the order of float32 sums at most.
         placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
             "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
-            working memory of this run, and without ``journal`` overwritten by the next. From host and file, rows
-            come to the device while it computes (see :meth:`plsc.ShardedHead.prefetch`) and go back behind it:
-            results are those of "device", bit for bit. 1/norms and int8 scales of a mapped table stay in memory.
+            working memory of this run, and overwritten by the next, unless another option keeps them. From host and
+            file, rows come to the device while it computes (see :meth:`plsc.ShardedHead.prefetch`) and go back behind
+            it: results are those of "device", bit for bit. 1/norms and int8 scales of a mapped table stay in memory.
         backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
         fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
             of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
@@ -84,13 +91,16 @@ KEYWORDS: Registry[str | type] = Registry(
         **{field.name: TableOptions for field in dataclasses.fields(TableOptions)},
         **dict.fromkeys(("positives", "label_reduction", "labels_per_step"), "plsc.head.multi_label:LabelOptions"),
         **dict.fromkeys(("averaging_period", "staleness"), "plsc.features.replicas.averaging:ReplicaOptions"),
-        "journal": "plsc.head.storage:JournalOptions",
+        "journal": "plsc.features.journal.journaled_table:JournalOptions",
         "negative_filter": "plsc.head.negative_filter:NegativeFilterOptions",
         "frozen_rows": "plsc.features.frozen.rows:FrozenRows",
     },
     is_subclass(HeadFeature),
     "a subclass of plsc.head.options.HeadFeature",
 )
+
+# Attributes of a head that a group's attach() gives, by the keyword of the group.
+ATTRIBUTES = dict.fromkeys(("journal", "set_savepoint", "roll_back", "undo_journal"), "journal")
 
 
 class Options:
@@ -114,7 +124,7 @@ class Options:
             self._groups[type(group)] = group
         by_group: dict[type, dict[str, Any]] = {}
         for name, value in keywords.items():
-            by_group.setdefault(_group_of(name), {})[name] = value
+            by_group.setdefault(group_of(name), {})[name] = value
         for kind, values in by_group.items():
             if kind in self._groups:
                 raise UsageError(f"{next(iter(values))} is given beside {kind.__name__}; give it there")
@@ -129,8 +139,13 @@ class Options:
         """The groups that are rare features."""
         return [group for group in self._groups.values() if isinstance(group, HeadFeature)]
 
+    def mapped_tables(self, placement: str) -> "MappedTables | None":
+        """Of the feature that makes a table in mapped files, where one does."""
+        return next((found for each in self.features if (found := each.mapped_tables(placement))), None)
 
-def _group_of(keyword: str) -> type:
+
+def group_of(keyword: str) -> type:
+    """The group that has a keyword; UsageError where none has it."""
     group = KEYWORDS.find(keyword)
     if group is None:
         raise UsageError(f"a head has no option {keyword}{did_you_mean(keyword, KEYWORDS)}")

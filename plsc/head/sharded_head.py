@@ -14,16 +14,14 @@ from plsc.head.backends import HeadShape, agree_on_shape, choose_backend, fall_b
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
-from plsc.head.journaled_table import JournaledTable
 from plsc.head.kept_rows import KeptClasses
 from plsc.head.multi_label import LabelOptions, check_labels_join
 from plsc.head.negative_filter import NegativeFilterOptions, check_negative_filter
-from plsc.head.options import Options, TableOptions, check_sample_rate
+from plsc.head.options import ATTRIBUTES, Options, TableOptions, check_sample_rate, group_of
 from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
-from plsc.head.storage import JournalOptions, TableStorage
-from plsc.head.undo_journal import UndoJournal
+from plsc.head.storage import TableStorage
 from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_gather_object, all_reduce_sum
 from plsc.parallel.mesh import Mesh, require_mesh
@@ -104,11 +102,12 @@ class ShardedHead(nn.Module):
         check_sample_rate(sample_rate)
         groups = Options(options, keywords)
         of_table, labels = groups.get(TableOptions), groups.get(LabelOptions)
-        storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, groups.get(JournalOptions).journal)
+        mapped = groups.mapped_tables(of_table.placement)
+        storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, mapped)
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.momentum_dtype = sample_rate, storage.momentum_dtype
-        self._take_options(of_table, labels, groups.get(JournalOptions), groups.get(NegativeFilterOptions))
+        self._take_options(of_table, labels, groups.get(NegativeFilterOptions))
         self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
         self.class_range = first, stop = self._own_classes()
@@ -137,7 +136,6 @@ class ShardedHead(nn.Module):
         self,
         table: TableOptions,
         labels: LabelOptions,
-        journal: JournalOptions,
         negatives: NegativeFilterOptions,
     ) -> None:
         """Check the options against the margin, and keep them as attributes."""
@@ -147,7 +145,7 @@ class ShardedHead(nn.Module):
         self.fp32_precision = _to_fp32_precision(table.fp32_precision)
         self.positives, self.label_reduction = labels.positives, labels.label_reduction
         self.labels_per_step = labels.labels_per_step
-        self.journal, self.negative_filter = journal.journal, negatives.negative_filter
+        self.negative_filter = negatives.negative_filter
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
@@ -169,6 +167,9 @@ class ShardedHead(nn.Module):
         # parameters are looked up here, and updates of a host table's weight may not be stored yet
         if name == "weight" and "softmax" in self.__dict__:
             self.softmax.table.settle()
+        elif name in ATTRIBUTES and "softmax" in self.__dict__:  # of options that were not given
+            group_of(ATTRIBUTES[name])().attach(self)
+            return self.__dict__[name]
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -342,41 +343,6 @@ class ShardedHead(nn.Module):
         """The table for torch.distributed.checkpoint, which loads it at any number of ranks."""
         table = self.softmax.table
         return {"weight": table.row_shard(table.parameter.detach())}
-
-    def set_savepoint(self, step: int) -> None:
-        """Let the present table and optimizer state be those of ``step``, to which :meth:`roll_back` goes.
-
-        Moves no rows: from now on, a row's values go to the journal before it first changes. Withstands ``kill -9`` at
-        once, and a power cut when ``undo_journal.flush()`` has returned, which any thread may call meanwhile.
-
-        Raises:
-            UsageError: the head has no journal; its files are an earlier run's, and were not rolled back.
-        """
-        self._journaled_table().set_savepoint(step)
-
-    def roll_back(self, step: int) -> None:
-        """Take back the table and the optimizer's tables of savepoint ``step``; make the optimizer first.
-
-        The margin's statistics and the optimizer's number of steps are the caller's, as with any checkpoint.
-
-        Raises:
-            UsageError: the head has no journal.
-            DataError: there is no such savepoint.
-            IntegrityError: the journal is damaged; nothing was changed.
-        """
-        self._journaled_table().roll_back(step)
-
-    @property
-    def undo_journal(self) -> UndoJournal | None:
-        """The journal of a table with savepoints."""
-        table = self.softmax.table
-        return table.journal if isinstance(table, JournaledTable) else None
-
-    def _journaled_table(self) -> JournaledTable:
-        table = self.softmax.table
-        if not isinstance(table, JournaledTable):
-            raise UsageError('this head has no savepoints: make it with placement="mmap:FILE" and journal=True')
-        return table
 
     def get_extra_state(self) -> dict[str, Any]:
         """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""

@@ -4,7 +4,7 @@ A kind of storage is a class of tables (:class:`plsc.head.class_table.ClassTable
 :meth:`TableStorage.make`. What does not go together is refused here, for scripts and configurations alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,25 +14,13 @@ from plsc.errors import UsageError
 from plsc.head.class_table import ClassTable, TableShape
 from plsc.head.host_memory import HostMemory, mapped_file
 from plsc.head.host_table import HostTable
-from plsc.head.journaled_table import JournaledFiles, JournaledTable
 from plsc.head.low_precision import STATE_DTYPES
 from plsc.parallel.mesh import Mesh
 
 _WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}, "none": None}
-
-
-@dataclass(frozen=True)
-class JournalOptions:
-    """Whether a mapped table's files are a checkpoint of it.
-
-    Attributes:
-        journal: keep the values that rows had at the last savepoints (:meth:`plsc.ShardedHead.set_savepoint`), so that
-            a head that is made over the files again goes on after :meth:`plsc.ShardedHead.roll_back`, whatever killed
-            the process.
-    """
-
-    journal: bool = False
+# Makes a table in the mapped files of FILE, in the place of a HostTable.
+MappedTables = Callable[[TableShape, torch.dtype, torch.device, Path, Mesh], HostTable]
 
 
 @dataclass(frozen=True)
@@ -41,16 +29,17 @@ class TableStorage:
 
     Attributes:
         weight_dtype, momentum_dtype: as dtypes.
+        mapped_tables: of a rare feature, what makes a mapped table; None: a :class:`HostTable`.
         file: of a mapped table.
 
     Raises:
-        UsageError: a value is none of its kind, or they do not go together.
+        UsageError: a value is none of its kind.
     """
 
     weight_dtype: torch.dtype
     momentum_dtype: torch.dtype | None
     placement: str = "device"
-    journal: bool = False
+    mapped_tables: MappedTables | None = None
 
     @classmethod
     def of(
@@ -58,19 +47,14 @@ class TableStorage:
         weight_dtype: torch.dtype | str,
         momentum_dtype: torch.dtype | str | None,
         placement: str = "device",
-        journal: bool = False,
+        mapped_tables: MappedTables | None = None,
     ) -> "TableStorage":
         """The storage with these dtypes, given as such or by name."""
         weight = _named("weight_dtype", weight_dtype, _WEIGHT_DTYPES)
         assert weight is not None
         momentum = _named("momentum_dtype", momentum_dtype, _MOMENTUM_DTYPES)
-        return cls(weight, momentum, placement, journal)
-
-    def __post_init__(self) -> None:
-        if self.file is None and self.journal:  # the placement is looked at first: it may be none
-            raise UsageError(
-                f'journal is for tables in a mapped file: give placement="mmap:FILE", not {self.placement!r}'
-            )
+        mapped_file(str(placement))
+        return cls(weight, momentum, placement, mapped_tables)
 
     @property
     def file(self) -> Path | None:
@@ -78,7 +62,7 @@ class TableStorage:
         return mapped_file(str(self.placement))
 
     def make(self, shape: TableShape, mesh: Mesh, *, requires_grad: bool = False) -> ClassTable:
-        """Make this rank's rows with their first values; a journaled file that holds such a table is taken as it is.
+        """Make this rank's rows with their first values.
 
         Raises:
             UsageError, DataError: as :class:`HostMemory` does.
@@ -86,8 +70,8 @@ class TableStorage:
         device, file = mesh.device, self.file
         if not is_staged(self.placement, device):
             return ClassTable.made(shape, self.weight_dtype, device, requires_grad=requires_grad)
-        if self.journal and file is not None:
-            return JournaledTable(shape, self.weight_dtype, device, JournaledFiles(file, shape, mesh))
+        if self.mapped_tables is not None and file is not None:
+            return self.mapped_tables(shape, self.weight_dtype, device, file, mesh)
         memory = HostMemory(file, mesh.rank, mesh.world_size, pinned=device.type == "cuda")
         return HostTable(shape, self.weight_dtype, device, memory)
 

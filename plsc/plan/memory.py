@@ -9,6 +9,7 @@ import torch
 
 from plsc.config import Config, DataConfig, ParallelConfig, make_margin
 from plsc.devices import Device
+from plsc.feature_config import DiskTerm
 from plsc.head.backends import HeadShape, why_no_triton_passes, why_not_fused
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
@@ -20,7 +21,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
 from plsc.plan.plan_config import PlanConfig
-from plsc.plan.table_terms import journal_disk, kept_rows_memory, replicas_chunk
+from plsc.plan.table_terms import kept_rows_memory, replicas_chunk
 from plsc.train.tables import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
@@ -86,7 +87,7 @@ def row_size(run: PlanConfig) -> int:
 
 @functools.cache
 def _row_bytes(config: Config) -> dict[str, int]:
-    single = replace(config, head=replace(config.head, centers=1, placement="device", journal=False), features=())
+    single = replace(config, head=replace(config.head, centers=1, placement="device"), features=())
     head = make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
@@ -114,7 +115,7 @@ def _memory_of(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has
         if table.fixed:
             kept[table.fixed] = sum(parts.values())
             continue
-        if journal_disk(table, 0) is None:
+        if not (table.placement == "mmap" and table.config.keeps_tables):
             stored += sum(size for name, size in parts.items() if name != "1/norms")
         if table.placement != "device":
             host += sum(parts.values())
@@ -330,30 +331,35 @@ class Disk:
 
     Attributes:
         table: of a rank's files, where the table lies in mapped files; else 0.
-        journals: of what a rank's rows held at the savepoints that can be gone back to; 0 without ``head.journal``.
+        of_features: of a rank, what its features take besides.
         checkpoint: of one checkpoint, of all ranks together.
         checkpoints: that are there at a time: those that ``checkpoint.keep`` keeps by number, and the next one.
     """
 
     table: int
-    journals: int
+    of_features: list[DiskTerm]
     checkpoint: int
     checkpoints: int
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        others = {term.name: term.nbytes for term in self.of_features}
+        return {"table": self.table, **others, "checkpoint": self.checkpoint, "checkpoints": self.checkpoints}
 
 
 def plan_disk(run: PlanConfig, profile: BackboneProfile) -> Disk:
     """The disk that ``run`` takes; ``profile`` is the backbone's. ``checkpoint.keep.every_hours`` is not counted."""
     config = run.config
     keep = config.checkpoint.keep
-    files, journals, stored = 0, 0, 0
+    files, stored = 0, 0
+    of_features: list[DiskTerm] = []
     for table in (table for table in run.tables if not table.fixed):
-        row, journal = row_size(table), journal_disk(table, row_size(table))
-        files += table.rows * row if table.placement == "mmap" else 0
-        if journal is None:
+        row, is_mapped = row_size(table), table.placement == "mmap"
+        files += table.rows * row if is_mapped else 0
+        of_features += [term for section in config.features_on for term in section.planned_disk(table, row)]
+        if not (is_mapped and config.keeps_tables):
             stored += table.classes * table.config.head.centers * (row - row_bytes(table.config)["1/norms"])
-        else:
-            journals += journal
     trained = [parameter for parameter in profile.parameters if parameter.is_trained]
     weights = profile.weights + profile.buffers
     backbone = (2 if config.ema_decay else 1) * weights + state_bytes(run, trained)
-    return Disk(files, journals, backbone + stored, keep.last + keep.best + 1)
+    return Disk(files, of_features, backbone + stored, keep.last + keep.best + 1)

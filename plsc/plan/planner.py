@@ -1,7 +1,7 @@
 """The whole plan: the run as configured, the run recommended, the most classes of each storage; and its report."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config, changes_to_toml, table_configs
@@ -70,7 +70,7 @@ class Plan:
             "backbone_flops_per_image": profile.flops / profile.images,
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
-            "disk": asdict(plan_disk(run, profile)),
+            "disk": plan_disk(run, profile).as_dict(),
             "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why, "toml": self.recommended_toml},
             "strategies": [each.as_dict() for each in self.strategies],
             "strategy_why": list(self.strategy_why),
@@ -271,9 +271,8 @@ def _disk(plan: Plan) -> Iterable[str]:
     yield _line("Disk, as configured", f"  {'GB':>9}").removeprefix("  ")
     if disk.table:
         yield _line("the table's files, of each rank", f"{disk.table / 1e9:9,.3f}")
-    if disk.journals:
-        name = f"what they held at {run.config.checkpoint.keep.last + 1} savepoints, about"
-        yield _line(name, f"{disk.journals / 1e9:9,.3f}   of each rank")
+    for term in disk.of_features:
+        yield _line(term.words, f"{term.nbytes / 1e9:9,.3f}   of each rank")
     count = f"{disk.checkpoints} checkpoints, the next one among them"
     yield _line(count, f"{disk.checkpoints * disk.checkpoint / 1e9:9,.3f}   {disk.checkpoint / 1e9:,.3f} each")
 

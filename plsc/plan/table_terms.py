@@ -1,26 +1,15 @@
-"""What journals, replicas and rows that stay add to a plan: each in one place, which the rest of the plan asks."""
+"""What replicas and rows that stay add to a plan: each in one place, which the rest of the plan asks."""
 
 from typing import TYPE_CHECKING
 
 from plsc.head.class_table import OVERLAPPED_CHUNKS, overlapped_chunk_size
 from plsc.head.kept_rows import COPIED_ROWS
-from plsc.head.undo_journal import journal_bytes
 
 if TYPE_CHECKING:
     from plsc.plan.devices import Links
     from plsc.plan.plan_config import PlanConfig  # which imports this module
 
 _COPIES_OF_KEPT = 7  # of a row's state: copies made, read, chosen from, and stored
-
-
-def journal_disk(run: "PlanConfig", row: int) -> int | None:
-    """Bytes of a rank's journals, where rows of so many bytes have some; None: checkpoints hold the table."""
-    checkpoint = run.config.checkpoint
-    if run.placement != "mmap" or not run.config.head.journal:
-        return None
-    steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
-    share = run.updated_rows / max(run.rows, 1)
-    return (checkpoint.keep.last + 1) * journal_bytes(run.rows, row, share, steps)
 
 
 def kept_rows_memory(run: "PlanConfig", row: int) -> int:

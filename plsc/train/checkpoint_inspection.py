@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from plsc.errors import DataError, PlscError, UsageError, first_line
+from plsc.feature_config import keeper_of_tables
 from plsc.files import check_output
 from plsc.models import Backbone
 from plsc.models.wrappers import RotationTTA
@@ -99,7 +100,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         "weight_dtype": next(iter(stored_dtypes(stored, _CENTRES).values()), None),
         "state_dtypes": stored_dtypes(stored, "head_optimizer."),
         "tables": described_tables(stored),
-        "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
+        "table_files": stored.value("config.head.placement", str) if keeper_of_tables(stored.state) else None,
         "optimizer": stored.value("config.optim.name", str),
         "bytes": sum(entry["bytes"] for entry in stored.files.values()),
         "files": [

@@ -18,7 +18,6 @@ from plsc.data.identity import counts, samples
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
 from plsc.feature_config import section_name
-from plsc.head.undo_journal import UndoJournal
 from plsc.models import Backbone, load_weights
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.recompute_budget import recompute_activations
@@ -34,7 +33,7 @@ from plsc.parallel.collectives import all_gather_object, on_main, raise_on_all_r
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
-from plsc.train.feature import Feature, overriding
+from plsc.train.feature import Feature, TableKeeper, overriding
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
@@ -114,9 +113,9 @@ class TrainComponents:
         return [table.optimizer for table in self.tables]
 
     @property
-    def undo_journal(self) -> UndoJournal | None:
-        """The journal of the only class table, where that has one; several have none."""
-        return self.tables[0].head.undo_journal
+    def keeper(self) -> TableKeeper | None:
+        """The feature that keeps the class tables' rows itself; None: checkpoints hold them."""
+        return next((each for each in self.features.values() if isinstance(each, TableKeeper)), None)
 
     @property
     def trains_backbone(self) -> bool:

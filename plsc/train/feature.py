@@ -125,6 +125,34 @@ class Feature:
         return 0.0
 
 
+class TableKeeper(Feature):
+    """A feature that keeps the class tables' rows itself: a checkpoint holds none, and goes with what was kept."""
+
+    def take_first(self, *, goes_on: bool) -> bool:
+        """Take back the rows that a run began with that has no checkpoint yet, and ``goes_on``; whether it kept any."""
+        raise NotImplementedError
+
+    def take_back(self, stored: "StoredCheckpoint", state: Any) -> bool:
+        """Take back the rows that a checkpoint goes with, whose ``state`` of the feature this is.
+
+        Returns:
+            False where the checkpoint holds them: they are read then, and :meth:`keep` follows.
+        """
+        raise NotImplementedError
+
+    def keep(self, step: int) -> None:
+        """Let the rows as they are be those of ``step``, between two steps; every rank calls."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Bring what a checkpoint goes with onto the disk before it is published; a thread calls beside the steps."""
+        raise NotImplementedError
+
+    def forget(self, before: int) -> None:
+        """Drop what only checkpoints of steps before ``before`` went with."""
+        raise NotImplementedError
+
+
 def overriding(features: Iterable[Feature], method: str) -> list[Callable[..., Any]]:
     """The bound methods of this name of the features that override it."""
     return [getattr(each, method) for each in features if getattr(type(each), method) is not getattr(Feature, method)]

@@ -1,4 +1,4 @@
-"""The class table and its optimizer's tables in a checkpoint: as rows in it, or as a savepoint of the table's files.
+"""The class table and its optimizer's tables in a checkpoint, as rows in it, unless a feature keeps them itself.
 
 Rows are read whatever types the checkpoint stores them in. A wider type holds the stored values exactly. To a narrower
 one they are rounded once, to the nearest: bfloat16 is off by at most 2⁻⁹ of a value, int8 by half a step, 1/254 of the
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from plsc.data.joined import JoinedDataset
-from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.errors import IntegrityError, UsageError
+from plsc.feature_config import keeper_of_tables
 from plsc.head.dynamic_head import DynamicHead
 from plsc.head.low_precision import quantize_rows, scale_name
-from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
+from plsc.parallel.collectives import raise_on_all_ranks
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -64,10 +65,10 @@ def restore_numbers(components: TrainComponents, stored: StoredCheckpoint) -> No
 
 
 def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
-    """This rank's rows and keys by name; of rows in files, it sets a savepoint of ``step`` instead. All ranks call."""
+    """This rank's rows and keys by name; rows that a feature keeps, it keeps as those of ``step``. All ranks call."""
     tables: list[tuple[str, dict[str, TensorShard]]] = []
-    if components.tables[0].of.config.head.journal:
-        raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, step))
+    if (keeper := components.keeper) is not None:
+        raise_on_all_ranks(components.mesh, lambda: keeper.keep(step))
     else:
         tables = _tables_of(components)
     tables += [(prefix, _stored_keys(head)) for prefix, head in _dynamic(components)]
@@ -75,41 +76,20 @@ def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
 
 
 def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> None:
-    """Take the rows that ``stored`` holds, or go back to the savepoint that it names.
+    """Take the rows that ``stored`` holds, or those that it goes with, from the feature that keeps them.
 
     Raises:
-        UsageError: the table's files are of another run, or of another number of ranks.
-        DataError: the checkpoint's savepoint is not one of the table here.
+        UsageError, DataError: what was kept does not go with the checkpoint.
     """
-    journal, identities = components.undo_journal, stored.state.get("savepoints")
-    if identities is not None:
-        _go_back(components, stored, identities)
-    elif journal is not None:
-        journal.refuse_if_adopted()
+    keeper, kept = components.keeper, keeper_of_tables(stored.state)
+    is_back = keeper is not None and keeper.take_back(stored, None if kept is None else kept[1])
     for prefix, head in _dynamic(components):
         head.load_key_state(stored.read(prefix))
-    if identities is None:
+    if not is_back:
         for prefix, tables in _tables_of(components):
             load_tables(stored, prefix, tables)
-        _set_savepoint(components, stored.step)
-
-
-def _go_back(components: TrainComponents, stored: StoredCheckpoint, identities: list[str | None]) -> None:
-    """Go back to the savepoint of a checkpoint that names those of these ranks' tables."""
-    journal = components.undo_journal
-    if len(identities) != components.mesh.world_size:
-        raise UsageError(
-            f"the class table lies in files of {len(identities)} ranks, one each: resume on as many, not on "
-            f"{components.mesh.world_size}"
-        )
-    if identities[components.mesh.rank] != (None if journal is None else journal.identity):
-        placed = stored.state["config"]["head"]["placement"]
-        raise DataError(
-            f"{stored.path} goes with the class table in the files of {placed}, which is not the one here: give the "
-            "same head.placement with head.journal = true, and bring the files back"
-        )
-    if journal is not None:
-        components.tables[0].head.roll_back(stored.step)
+        if keeper is not None:
+            keeper.keep(stored.step)
 
 
 def _dynamic(components: TrainComponents) -> list[tuple[str, DynamicHead]]:
@@ -138,56 +118,39 @@ def check_keys(components: TrainComponents, stored: StoredCheckpoint) -> None:
         )
 
 
-def savepoints(components: TrainComponents) -> list[str | None] | None:
-    """The identity of each rank's table that the checkpoint does not hold; None where it holds them."""
-    journal = components.undo_journal
-    identities = all_gather_object(None if journal is None else journal.identity, components.mesh)
-    return identities if any(identities) else None
-
-
 def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
-    """Set first rows and the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
+    """Set first rows of a run that has no checkpoint yet, or take back those that a feature kept, if it ``goes_on``.
 
     Raises:
-        UsageError: the table's files are of another run; or as :func:`set_first_rows`.
-        DataError: they are of a run that has checkpoints; or as :func:`set_first_rows`.
+        UsageError, DataError: as :func:`set_first_rows`; or what was kept is of another run.
     """
     from plsc.train.named_first_rows import insert_first_rows  # which reads runs, of which this module is a part
 
-    journal = components.undo_journal
-    is_adopted = journal is not None and journal.is_adopted
-    if journal is not None and is_adopted:
-        if not goes_on:
-            journal.refuse_if_adopted()
-        components.tables[0].head.roll_back(0)
+    keeper = components.keeper
+    is_back = keeper is not None and keeper.take_first(goes_on=goes_on)
     dataset = components.dataset
     parts = dataset.parts if isinstance(dataset, JoinedDataset) else [dataset]
     for table, part in zip(components.tables, parts, strict=True):
         if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
-            insert_first_rows(table.head, source)  # again: files hold rows, and no checkpoint their keys yet
-        elif source and not is_adopted:
+            insert_first_rows(table.head, source)  # again: rows may be back, and no checkpoint has their keys yet
+        elif source and not is_back:
             set_first_rows(table.head, source, part.class_names)
-    if not is_adopted:
-        _set_savepoint(components, 0)
+    if keeper is not None and not is_back:
+        keeper.keep(0)
 
 
 def flush_tables(components: TrainComponents) -> None:
-    """Sync the files of a table with savepoints to disk."""
-    if components.undo_journal is not None:
-        components.undo_journal.flush()
+    """Bring rows that a checkpoint goes with onto the disk."""
+    if components.keeper is not None:
+        components.keeper.flush()
 
 
-def forget_savepoints(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
-    """Remove what the table's journals hold for checkpoints that are gone."""
-    journal = components.undo_journal
-    published = checkpoints.published() if journal is not None else []
-    if journal is not None and published:
-        journal.forget(step_of(published[0]))
-
-
-def _set_savepoint(components: TrainComponents, step: int) -> None:
-    if components.undo_journal is not None:
-        components.tables[0].head.set_savepoint(step)
+def forget_tables(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
+    """Drop rows that only checkpoints went with that are gone."""
+    keeper = components.keeper
+    published = checkpoints.published() if keeper is not None else []
+    if keeper is not None and published:
+        keeper.forget(step_of(published[0]))
 
 
 def _tables_of(components: TrainComponents) -> list[tuple[str, dict[str, TensorShard]]]:
@@ -229,7 +192,7 @@ def load_tables(stored: StoredCheckpoint, prefix: str, targets: Mapping[str, Ten
 
 def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
     """A line for each table of the head that is kept in another type than the checkpoint stores it in."""
-    if stored.state.get("savepoints") is not None:
+    if keeper_of_tables(stored.state) is not None:
         return []
     return [line for prefix, tables in _tables_of(components) for line in described_changes(stored, prefix, tables)]
 

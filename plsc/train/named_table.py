@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plsc.config import KeepConfig
 from plsc.errors import IntegrityError, UsageError
+from plsc.feature_config import keeper_of_tables
 from plsc.files import read_json, write_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.head.key_map import KeyMap, Keys
@@ -41,8 +42,7 @@ class NamedTable:
     Attributes:
         key_map: the keys; all classes are of one shard.
         names: of the classes that have a row, sorted.
-        in_files: its rows lie in mapped files with savepoints (``head.journal``), and are not in memory: they stay as
-            they are.
+        in_files: its rows lie in the run's own files, and are not in memory: they stay as they are.
 
     Raises:
         UsageError: its classes are numbers of the data, and have no names; or there is no such table.
@@ -53,7 +53,7 @@ class NamedTable:
         self.path, prefix = path, f"{table}." if table else ""
         stored = StoredCheckpoint(path, _ALONE)
         self._step, self._state, self._tensors = stored.step, stored.state, stored.read("")
-        self.in_files = bool(stored.state.get("savepoints"))
+        self.in_files = keeper_of_tables(stored.state) is not None
         head = stored.value("config.head", dict)
         tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
         self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
@@ -243,8 +243,8 @@ class NamedTable:
     def _refuse_in_files(self) -> None:
         if self.in_files:
             raise UsageError(
-                f"rows of {self.path} lie in files with savepoints (head.journal), which the run alone changes: let "
-                "head.expire_after remove classes, or a script that trains"
+                f"rows of {self.path} lie in files that the run alone changes: let head.expire_after remove classes, "
+                "or a script that trains"
             )
 
     def _refuse_beyond_room(self, more: int) -> None:

@@ -60,7 +60,7 @@ class FormerTable:
             return [cls(path, class_names_beside(path, file.classes), file.columns())]
         tables = [NamedTable(each, table) for each in find_checkpoints(path)]
         if tables[0].in_files:
-            raise UsageError(f"rows of {path} lie in files (head.journal): give a .safetensors of plsc table export")
+            raise UsageError(f"rows of {path} lie in files of the run: give a .safetensors of plsc table export")
         return [cls(each.path, each.key_map.names_of_classes(), each.columns()) for each in tables]
 
     def rows_of(self, classes: NDArray[np.int64]) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from plsc.config import Config, DataConfig
 from plsc.data.dataset import ImageDataset
 from plsc.files import AppendFile
-from plsc.head.undo_journal import journal_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
@@ -179,7 +177,6 @@ def header(
         "pixels": _pixels(config.data),
         "model": _model(components, why_precision),
         **{_table_title(table): _head(table, components) for table in components.tables},
-        "files": _table_files(components),
         "ranks": _ranks(components),
         "work": work,
         "memory": "" if config.recompute == "none" else f"activations of {counted(blocks, 'block')} are recomputed",
@@ -251,23 +248,6 @@ def _head(table: TrainedTable, components: TrainComponents) -> str:
     classes = counted(head.num_classes, "class")
     rate = peak_rates(table.of.config, components.strategy.data_ranks)[1]
     return f"{classes}, {share:.3g} of a batch, loss weight {table.of.loss_weight:g}, lr {rate:g}, {described}"
-
-
-def _table_files(components: TrainComponents) -> str:
-    """The line about the disk that a table with savepoints takes: its own files, and the old values beside them."""
-    head, journal, checkpoint = components.tables[0].head, components.undo_journal, components.config.checkpoint
-    if journal is None:
-        return ""
-    steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
-    between = journal_bytes(journal.num_rows, journal.row_bytes, head.sample_rate, steps)
-    kept = checkpoint.keep.last + 1
-    free = shutil.disk_usage(journal.folder).free
-    missing = "; that is too little, save more often or keep fewer" if free < kept * between else ""
-    return (
-        f"a rank's table takes {journal.num_rows * journal.row_bytes / 1e9:,.3f} GB in {journal.folder}, and "
-        f"what it held at the last {counted(kept, 'savepoint')} up to about {kept * between / 1e9:,.3f} GB more; "
-        f"{free / 1e9:,.3f} GB are free{missing}"
-    )
 
 
 def _margin(margin: Margin) -> str:

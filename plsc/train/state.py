@@ -2,14 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from plsc import config as configuration
 from plsc.config import FEATURES, Config, table_configs
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.feature_config import section_class
+from plsc.feature_config import feature_states, section_class
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import (
@@ -19,7 +19,6 @@ from plsc.train.head_state import (
     prefixed,
     restore_numbers,
     restore_tables,
-    savepoints,
     table_numbers,
 )
 from plsc.train.optimizer_state import optimizer_numbers, optimizer_tensors, restore_optimizer
@@ -128,7 +127,6 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
         "optimizer": optimizer_numbers(components),
-        "savepoints": savepoints(components),
         **table_numbers(components),
         "average_updates": components.average.updates.count if components.average is not None else 0,
     }
@@ -155,7 +153,6 @@ def _check_state(stored: StoredCheckpoint) -> None:
     if not (
         isinstance(optimizer, dict)
         and isinstance(stored.state.get("features", {}), dict)
-        and isinstance(stored.state.get("savepoints"), list | None)
         and all(name == "step" or name.partition(".")[0].isdecimal() for name in optimizer)
         and (not best or (isinstance(best.get("step"), int) and isinstance(best.get("accuracy"), float)))
     ):
@@ -211,14 +208,6 @@ def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:
         return set(changed) <= {"keys_sha256"}
     check_data(stored, components.dataset, components.data)
     return True
-
-
-def feature_states(state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's small state holds of rare features, by name; earlier versions kept it elsewhere."""
-    if "features" in state:
-        return cast(dict[str, Any], state["features"])
-    former = {name: section_class(name).former_state(state) for name in FEATURES}
-    return {name: found for name, found in former.items() if found is not None}
 
 
 def left_out_features(state: dict[str, Any], components: TrainComponents) -> list[str]:

@@ -1,12 +1,12 @@
 """The class table of a checkpoint and its optimizer's tables without ranks, read by rows, in pieces of 64 MiB.
 
-A table may be larger than the memory: whoever copies it reads one stored piece after another. A table in mapped files
-(``head.journal``) is read there, as it was at the checkpoint; the files are not changed, and the run may be training.
+A table may be larger than the memory: whoever copies it reads one stored piece after another. A table whose rows a
+feature keeps is read there, as it was at the checkpoint; nothing is changed, and the run may be training.
 """
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from plsc.embedding.columns import write_npy_header
 from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.feature_config import RowsOutside, keeper_of_tables
 from plsc.files import atomic_write, write_json
-from plsc.head.host_memory import mapped_file
 from plsc.head.key_map import KeyMap
 from plsc.head.low_precision import scale_name
-from plsc.head.saved_rows import SavedRows, open_saved_rows
 from plsc.parallel import Mesh
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -33,7 +32,6 @@ from plsc.train.checkpoint_writer import write_errors
 WEIGHT = "weight"
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _PIECE_BYTES = 64 << 20
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Read(Protocol):
@@ -64,7 +62,7 @@ class StoredTable:
         path: the checkpoint.
         name: the table's, empty where the run has a single one.
         columns: ``weight``, and the optimizer's tables by their names; scales of int8 rows end in ``_scale``.
-        in_files: it lies in mapped files beside the checkpoint, of which the weights alone are read.
+        in_files: it lies in files beside the checkpoint, of which the weights alone are read.
         read: reads rows of a column as they are stored.
     """
 
@@ -116,13 +114,13 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
         path: the checkpoint.
         name: of the table, where the run has several. Its classes are numbered from 0.
         state: the optimizer's tables too.
-        scratch: a folder for the rows of a table in mapped files, as they were at the checkpoint; they take as many
+        scratch: a folder for the rows of a table in files, as they were at the checkpoint; they take as many
             bytes as the table in float32, until the block ends. None: that of the system's temporary files.
 
     Raises:
         UsageError: there is no table of that name; or several, and none is named; or no class has come into it yet.
         DataError: the checkpoint holds no class table, or its files are not there.
-        IntegrityError: the checkpoint, or a journal, is corrupt.
+        IntegrityError: the checkpoint, or one of these files, is corrupt.
     """
     of_table = f"{name}." if name else ""
     weight, prefix = f"head.{of_table}{WEIGHT}", f"head_optimizer.{of_table}"
@@ -132,10 +130,9 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
     if name not in (tables or [""]):
         names = ", ".join(tables) or "none, as it has a single one"
         raise UsageError(f"{path} has the class tables {names}; name one by --table")
-    in_files = bool(stored.state.get("savepoints"))
     centers = max(stored.value("config.head.centers", int), 1)
-    saved = _saved_rows(stored, _rows_in_use(stored, counts, centers)) if in_files else []
-    rows, dim = _saved_size(saved) if in_files else _stored_size(stored, weight)
+    outside = _rows_outside(stored, counts, centers)
+    rows, dim = _stored_size(stored, weight) if outside is None else (outside.rows, outside.dim)
     classes = tables[name]["classes"] if name else rows // centers
     is_named = any(key.startswith(f"keys.{of_table}") for key in stored.stored)
     if is_named and not rows:
@@ -144,14 +141,18 @@ def open_table(path: Path, name: str = "", *, state: bool = True, scratch: Path 
         raise DataError(f"{path} holds no table of its {stored.value('data.classes', int):,} classes")
     margin = tables[name]["margin"] if name else stored.value("config.head.margin", str)
     make = partial(StoredTable, path, name, stored.step, classes, rows // classes, dim, margin)
-    if not in_files:
+    if outside is None:
         keys = {WEIGHT: weight} | (_state_keys(stored, prefix, rows, dim) if state else {})
-        yield make(_stored_columns(stored, keys), in_files, partial(_read_stored, stored, keys))
+        yield make(_stored_columns(stored, keys), False, partial(_read_stored, stored, keys))
         return
-    columns = _mapped_columns(stored, saved, rows, dim)
+    size = max(_PIECE_BYTES // (4 * max(dim, 1)), 1)
+    bounds = tuple(min(number * size, rows) for number in range(math.ceil(rows / size) + 1))
+    columns = {WEIGHT: Column(outside.dtype, (rows, dim), outside.files, bounds)}
     with write_errors(f"into {scratch or tempfile.gettempdir()}"), tempfile.TemporaryFile(dir=scratch) as file:
-        centres = _saved_rows_written(stored, saved, file, rows, dim)
-        yield make(columns, in_files, lambda column, start, stop: torch.from_numpy(centres[start:stop].copy()))
+        file.truncate(rows * dim * 4)
+        centres = np.memmap(file, np.float32, "r+", 0, (rows, dim))
+        outside.copy_into(centres)
+        yield make(columns, True, lambda column, start, stop: torch.from_numpy(centres[start:stop].copy()))
 
 
 def write_centres(path: Path, out: Path, table: str = "") -> dict[str, Any]:
@@ -267,53 +268,11 @@ def _read_stored(stored: StoredCheckpoint, keys: dict[str, str], column: str, st
     return rows
 
 
-def _rows_in_use(stored: StoredCheckpoint, counts: str, centers: int) -> list[int] | None:
-    """Rows of each shard in files that hold reserved ones too; None where all are in use."""
+def _rows_outside(stored: StoredCheckpoint, counts: str, centers: int) -> RowsOutside | None:
+    """The rows that a feature keeps; ``counts`` names the classes of each shard, where it has rows in reserve."""
+    if (kept := keeper_of_tables(stored.state)) is None:
+        return None
+    section, state = kept
     found = stored.read(counts).get("")
-    return None if found is None else [count * centers for count in found.long().reshape(-1).tolist()]
-
-
-def _saved_size(ranks: Sequence[SavedRows]) -> tuple[int, int]:
-    """(Rows, D) of the class table in the files that go with the checkpoint."""
-    dims = {saved.dim for saved in ranks} or {0}
-    return sum(saved.used for saved in ranks), dims.pop() if len(dims) == 1 else 0
-
-
-def _saved_rows(stored: StoredCheckpoint, used: list[int] | None) -> list[SavedRows]:
-    identities = stored.value("savepoints", list)
-    placement = stored.value("config.head.placement", str)
-    file = mapped_file(placement) if placement.startswith("mmap:") else None
-    if file is None or not all(isinstance(each, str | None) for each in identities):
-        raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
-    return open_saved_rows(file, identities, used)
-
-
-def _saved_dtype(stored: StoredCheckpoint, dim: int) -> torch.dtype:
-    dtype = _FLOATS.get(stored.value("config.head.weight_dtype", str))
-    if dtype is None or dim < 1:
-        raise IntegrityError(f"{stored.path} names no type of its class table; it is the checkpoint of another program")
-    return dtype
-
-
-def _mapped_columns(stored: StoredCheckpoint, ranks: Sequence[SavedRows], rows: int, dim: int) -> dict[str, Column]:
-    dtype = _saved_dtype(stored, dim)
-    files = tuple(f"{saved.prefix}.{WEIGHT}" for saved in ranks)
-    size = max(_PIECE_BYTES // (4 * dim), 1)
-    bounds = tuple(min(number * size, rows) for number in range(math.ceil(rows / size) + 1))
-    return {WEIGHT: Column(dtype, (rows, dim), files, bounds)}
-
-
-def _saved_rows_written(
-    stored: StoredCheckpoint, ranks: Sequence[SavedRows], file: Any, rows: int, dim: int
-) -> np.memmap[Any, Any]:
-    """Write the rows as they are into ``file``, then over them what the journals hold; returns them, mapped."""
-    dtype = _saved_dtype(stored, dim)
-    file.truncate(rows * dim * 4)
-    centres = np.memmap(file, np.float32, "r+", 0, (rows, dim))
-    first = 0
-    for saved in ranks:
-        own = centres[first : first + saved.used]
-        for index, values in saved.weights(stored.step, dtype):
-            own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
-        first += saved.used
-    return centres
+    used = None if found is None else [count * centers for count in found.long().reshape(-1).tolist()]
+    return section.open_rows(stored, state, used)

@@ -23,7 +23,7 @@ from plsc.train.components import build, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
 from plsc.train.failures import Interrupted, SlowRanks, StopRequest, monitor_ranks
-from plsc.train.head_state import begin_tables, flush_tables, forget_savepoints
+from plsc.train.head_state import begin_tables, flush_tables, forget_tables
 from plsc.train.metrics import Logger, MetricsLog
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
@@ -323,7 +323,7 @@ class Trainer:
                 self._saved = self._state_to_save()
             if wait:
                 self.checkpointer.wait()
-            forget_savepoints(self.components, self.checkpoints)
+            forget_tables(self.components, self.checkpoints)
 
     def _state_to_save(self) -> tuple[int, dict[str, Any]]:
         """Return what makes a checkpoint another than the last: its step, or the best accuracy that it stores."""

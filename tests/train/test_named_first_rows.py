@@ -98,7 +98,7 @@ def test_a_killed_run_keeps_frozen_names_at_the_rows_of_another_run(source: Path
     changes = {**COMING, "steps": 6, "head.init_rows": str(source / "run"), "checkpoint.every_steps": 4}
     changes |= {"frozen.rows": str(tmp_path / "names.txt")}
     run(ONE, tmp_path / "whole", changes)
-    changes |= {"head.placement": f"mmap:{tmp_path / 'table'}", "head.journal": True}
+    changes |= {"head.placement": f"mmap:{tmp_path / 'table'}", "journal.enabled": True}
     killed = Killable(1, tmp_path / "killed", changes)
     killed.wait_for_step(2)  # before the first checkpoint: the files have rows, and nothing has their keys
     killed.kill([0])

@@ -261,7 +261,7 @@ def test_a_run_that_ended_before_its_first_step_leaves_the_way_free(
         "backbone": "plain",
     }
     if journal:
-        changes |= {"head.placement": f"mmap:{tmp_path}/table", "head.journal": True}
+        changes |= {"head.placement": f"mmap:{tmp_path}/table", "journal.enabled": True}
     late = {**changes, "stage": [{"from_epoch": 9.0, "optim.lr": 0.01}]}
     assert "where the run of 3 steps is over" in ranks(1, refusal, tmp_path / "run", late, None)[0]
     for _ in range(2):

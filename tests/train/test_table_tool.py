@@ -296,7 +296,7 @@ def test_mistakes_are_one_line(
     [
         {"head.centers": 3, "head.weight_dtype": "bfloat16", "head.momentum_dtype": "int8"},
         {"optim.name": "adamw"},
-        {"head.placement": "mmap:FOLDER/table", "head.journal": True},
+        {"head.placement": "mmap:FOLDER/table", "journal.enabled": True},
     ],
     ids=["sub-centres", "adamw", "journal"],
 )

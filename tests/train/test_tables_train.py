@@ -152,7 +152,10 @@ def test_a_configuration_of_tables_survives_its_file(tmp_path: Path) -> None:
         ({"table": [{"name": "a", "batch_share": 0.0}]}, "batch_share"),
         ({"table": [{"name": "a", "head": {"h": 0.3}}]}, "table a: head.h is no key of the margin arcface"),
         ({"table": [{"name": "a"}, {"name": "b"}], "head.placement": "mmap:/tmp/x"}, "give each a file of its own"),
-        ({"table": [{"name": "a"}], "head.placement": "mmap:/tmp/x", "head.journal": True}, "head.journal is for a"),
+        (
+            {"table": [{"name": "a"}], "head.placement": "mmap:/tmp/x", "journal.enabled": True},
+            "journal = true does not go with [[table]]: it is for a single table",
+        ),
         (
             {"table": [{"name": "a"}], "parallel.pp": 2, "backbone": "vit_small"},
             "[[table]] is not made for parallel.pp",

@@ -218,6 +218,7 @@ _STATES: dict[str, Change] = {
     "a state of a margin of its own": _in_state(lambda state: state["head"]["margin"].update(own=1.0)),
     "a state with a best accuracy of text": _in_state(lambda state: state.update(best={"step": 1, "accuracy": "1"})),
     "a state with savepoints of a number": _in_state(lambda state: state.update(savepoints=1)),
+    "a state with tables' files of a number": _in_state(lambda state: state["features"].update(journal=1)),
     "a state with an optimizer of names": _in_state(lambda state: state.update(optimizer={"a.b": 1})),
     "a state with weights frozen by number": _in_state(lambda state: state.update(frozen=[1])),
 }

@@ -28,13 +28,13 @@ from plsc.config import load, to_dict
 from plsc.data import open_dataset
 from plsc.embedding.set_writer import SetWriter, write_embedding_set
 from plsc.errors import DataError, PlscError, UsageError
+from plsc.feature_config import feature_states
 from plsc.features.compatible.class_centres import open_centres
 from plsc.features.compatible.feature import Compatible
 from plsc.features.compatible.influence_loss import InfluenceLoss, _matched
 from plsc.losses import CosFace
 from plsc.tools.entry import main
 from plsc.train.metrics import read_metrics
-from plsc.train.state import feature_states
 
 Ranks = Any
 OLD = {"data.train": "avatars:6x6", "epochs": None, "steps": 4}

@@ -1,20 +1,60 @@
 """A table in mapped files that are part of the checkpoints: they outlive the run, and go back to its savepoints.
 
-:mod:`plsc.head.undo_journal` is the journal itself, and says what the files are.
+:mod:`plsc.features.journal.undo_journal` is the journal itself, and says what the files are.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
+from plsc.features.journal.undo_journal import UndoJournal
 from plsc.head.class_table import TableShape
-from plsc.head.host_memory import Column, HostMemory
+from plsc.head.host_memory import Column, HostMemory, mapped_file
 from plsc.head.host_table import HostTable
-from plsc.head.undo_journal import UndoJournal
+from plsc.head.options import HeadFeature
+from plsc.head.storage import MappedTables
 from plsc.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from plsc.head.sharded_head import ShardedHead
+
+
+@dataclass(frozen=True)
+class JournalOptions(HeadFeature):
+    """Whether a mapped table's files are a checkpoint of it.
+
+    A head has, besides, the attributes ``set_savepoint``, ``roll_back`` (:class:`JournaledTable`'s) and
+    ``undo_journal``, its :class:`UndoJournal`, or None.
+
+    Attributes:
+        journal: keep the values that rows had at the last savepoints (:meth:`JournaledTable.set_savepoint`), so that a
+            head that is made over the files again goes on after :meth:`JournaledTable.roll_back`, whatever killed the
+            process.
+    """
+
+    journal: bool = False
+
+    def mapped_tables(self, placement: str) -> MappedTables | None:
+        """See :meth:`HeadFeature.mapped_tables`."""
+        if not self.journal:
+            return None
+        if mapped_file(placement) is None:
+            raise UsageError(f'journal is for tables in a mapped file: give placement="mmap:FILE", not {placement!r}')
+        return JournaledTable.over
+
+    def attach(self, head: "ShardedHead") -> None:
+        """See :meth:`HeadFeature.attach`."""
+        table = head.softmax.table
+        methods = {name: getattr(table, name, _refuse) for name in ("set_savepoint", "roll_back")}
+        vars(head).update(methods, undo_journal=getattr(table, "journal", None), journal=self.journal)
+
+
+def _refuse(step: int) -> None:
+    raise UsageError('this head has no savepoints: make it with placement="mmap:FILE" and journal=True')
 
 
 class JournaledFiles(HostMemory):
@@ -54,6 +94,14 @@ class JournaledTable(HostTable):
     """
 
     clears_state = False  # they hold what they had at a savepoint, and the journal has to see each change
+    outlives_run = True
+
+    @classmethod
+    def over(
+        cls, shape: TableShape, dtype: torch.dtype, device: torch.device, file: Path, mesh: Mesh
+    ) -> "JournaledTable":
+        """The table in the files of ``file``, as they are where they hold such a table; see :class:`JournaledFiles`."""
+        return cls(shape, dtype, device, JournaledFiles(file, shape, mesh))
 
     def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device, memory: JournaledFiles) -> None:
         self.journal = memory.journal
@@ -64,13 +112,27 @@ class JournaledTable(HostTable):
             super()._fill(dtype)
 
     def set_savepoint(self, step: int) -> None:
-        """Let the journal begin anew with the present state, as that of ``step``."""
+        """Let the present table and optimizer state be those of ``step``, to which :meth:`roll_back` goes.
+
+        Moves no rows: from now on, a row's values go to the journal before it first changes. Withstands ``kill -9`` at
+        once, and a power cut when ``undo_journal.flush()`` has returned, which any thread may call meanwhile.
+
+        Raises:
+            UsageError: the files are an earlier run's, and were not rolled back.
+        """
         self.settle()
         self.notice_writes()
         self.journal.set_savepoint(step)
 
     def roll_back(self, step: int) -> None:
-        """Take back the state of savepoint ``step``, of all reserved rows; see :meth:`UndoJournal.roll_back`."""
+        """Take back the table and the optimizer's tables of savepoint ``step``; make the optimizer first.
+
+        The margin's statistics and the optimizer's number of steps are the caller's, as with any checkpoint.
+
+        Raises:
+            DataError: there is no such savepoint.
+            IntegrityError: the journal is damaged; nothing was changed.
+        """
         self.forget_prefetched()
         self.settle()
         self.journal.roll_back(step)

@@ -7,18 +7,25 @@ what was read of a row that changed meanwhile, even half of it, is overwritten b
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.errors import DataError
+from plsc.errors import DataError, IntegrityError
+from plsc.feature_config import RowsOutside
+from plsc.features.journal.undo_journal import FORMAT, RecordLayout, check_identities, journals_back_to
 from plsc.files import read_json
-from plsc.head.undo_journal import FORMAT, RecordLayout, journals_back_to
+from plsc.head.host_memory import mapped_file
+from plsc.train.checkpoint_reader import StoredCheckpoint
 
 _WEIGHT = "weight"
 _NUMBERS = ("_norm", "_scale")  # how the names of columns of one number for each row end
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PART_BYTES = 16 << 20  # of the weights at a time
 _OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,6 +87,41 @@ class SavedRows:
 
     def _file(self, column: str) -> Path:
         return self.prefix.with_name(f"{self.prefix.name}.{column}")
+
+
+def saved_table(stored: StoredCheckpoint, state: Any, used: Sequence[int] | None) -> RowsOutside:
+    """The class table of a checkpoint in files, as it was then.
+
+    Args:
+        stored: the checkpoint.
+        state: what its small state holds: the identity of each rank's table.
+        used: rows of each shard that were in use; None: all.
+
+    Raises:
+        DataError: the files are not there, or those of another table.
+        IntegrityError: the checkpoint names none.
+    """
+    identities, placement = check_identities(state, stored.path), stored.value("config.head.placement", str)
+    file = mapped_file(placement) if placement.startswith("mmap:") else None
+    dtype = _FLOATS.get(stored.value("config.head.weight_dtype", str))
+    if file is None or dtype is None:
+        raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
+    ranks = open_saved_rows(file, identities, used)
+    dims, files = {saved.dim for saved in ranks} or {0}, tuple(f"{saved.prefix}.{_WEIGHT}" for saved in ranks)
+    if len(dims) > 1:
+        raise DataError(f"{file}.rank*-of-{len(identities)}.* have rows of several lengths; bring all files back")
+    copy = partial(_copy, ranks, stored.step, dtype)
+    return RowsOutside(sum(saved.used for saved in ranks), dims.pop(), dtype, files, copy)
+
+
+def _copy(ranks: Sequence[SavedRows], step: int, dtype: torch.dtype, centres: NDArray[np.float32]) -> None:
+    """Write the rows as they are into ``centres`` (rows, D), then over them what the journals hold."""
+    first = 0
+    for saved in ranks:
+        own = centres[first : first + saved.used]
+        for index, values in saved.weights(step, dtype):
+            own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
+        first += saved.used
 
 
 def open_saved_rows(file: Path, identities: Sequence[str | None], used: Sequence[int] | None = None) -> list[SavedRows]:

@@ -34,7 +34,7 @@ COMING = {
 
 def journaled(folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    return {**COMING, "head.placement": f"mmap:{folder}/table", "head.journal": True}
+    return {**COMING, "head.placement": f"mmap:{folder}/table", "journal.enabled": True}
 
 
 def rows_of(path: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_rows_in_files_are_not_changed_from_outside(tmp_path: Path) -> None:
         lambda: table.merge([name], table.names[1]),
         lambda: table.add(table),
     ):
-        with pytest.raises(UsageError, match="lie in files with savepoints"):
+        with pytest.raises(UsageError, match="lie in files that the run alone changes"):
             change()
     assert main(["table", "rename", str(tmp_path / "run"), name, "Ada"]) == 0
     more = {**changes, "steps": 4}

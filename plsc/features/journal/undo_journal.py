@@ -13,7 +13,7 @@ again at any point: rows that a later journal sets wrongly the second time are s
 are removed from the newest on.
 
 A record is synced to disk before the table's rows change, and the table before a journal is dropped: a power cut leaves
-the same as ``kill -9``. :mod:`plsc.head.saved_rows` reads a savepoint without going back to it.
+the same as ``kill -9``. :mod:`plsc.features.journal.saved_rows` reads a savepoint without going back to it.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.config.sections import CheckpointConfig
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_write, read_json, remove_leftovers, sync, write_json
 from plsc.head.host_memory import Column
@@ -298,6 +299,13 @@ class UndoJournal:
         os.pwrite(self._descriptor, struct.pack("<Q", position), _END_OFFSET)
 
 
+def check_identities(state: object, path: Path) -> list[str | None]:
+    """The identities of the ranks' tables that the checkpoint ``path`` holds; IntegrityError where they are none."""
+    if not isinstance(state, list) or not all(isinstance(each, str | None) for each in state):
+        raise IntegrityError(f"{path} names no files of a class table; it is the checkpoint of another program")
+    return state
+
+
 def journals_of(prefix: Path) -> dict[int, Path]:
     """The journals of a rank's savepoints by step."""
     start = f"{prefix.name}."
@@ -325,17 +333,18 @@ def journals_back_to(step: int, prefix: Path) -> list[Path]:
     return [path for each, path in sorted(journals.items(), reverse=True) if each >= step]
 
 
-def journal_bytes(rows: int, row_bytes: int, share: float, steps: int) -> int:
-    """About the bytes of the journal between two savepoints.
+def journal_bytes(rows: int, row_bytes: int, share: float, checkpoint: CheckpointConfig) -> tuple[int, int]:
+    """The savepoints that there are at a time, and about the bytes of their journals.
 
     Args:
         rows: of the table.
         row_bytes: of a row in all columns.
         share: of the rows that a step changes, others in each.
-        steps: between the savepoints; 0: any number.
+        checkpoint: when savepoints are set, and how many are kept.
     """
+    steps, kept = 0 if checkpoint.every_minutes else checkpoint.every_steps, checkpoint.keep.last + 1
     changed = 1 - (1 - share) ** steps if steps else 1.0
-    return int(rows * changed * (NUMBER_BYTES + row_bytes))
+    return kept, kept * int(rows * changed * (NUMBER_BYTES + row_bytes))
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ FAULTS = (
 
 def journaled(folder: Path) -> dict[str, object]:
     folder.mkdir(exist_ok=True)
-    return {**SAMPLED, "head.placement": f"mmap:{folder}/table", "head.journal": True}
+    return {**SAMPLED, "head.placement": f"mmap:{folder}/table", "journal.enabled": True}
 
 
 def log(out: Path) -> str:
@@ -67,7 +67,7 @@ def test_a_checkpoint_and_its_files_belong_together(tmp_path):
         run(ONE, tmp_path / "other", changes)
     with pytest.raises(DataError, match="holds no table of step 0, but of 3, 4"):
         run(ONE, tmp_path / "other", changes, resume="auto")
-    for moved in (journaled(tmp_path / "elsewhere"), {"head.placement": "device", "head.journal": False}):
+    for moved in (journaled(tmp_path / "elsewhere"), {"head.placement": "device", "journal.enabled": False}):
         with pytest.raises(DataError, match=r"is not the one here: give the same head\.placement"):
             run(ONE, tmp_path / "run", {**changes, **moved}, resume="auto")
     run(ONE, tmp_path / "run", changes, resume="auto")

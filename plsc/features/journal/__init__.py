@@ -1,0 +1,1 @@
+"""Class tables in mapped files that are part of the checkpoints."""
