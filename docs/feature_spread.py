@@ -2,9 +2,9 @@
 
     python docs/feature_spread.py [--files]
 
-A file names a feature by its section or keys, its classes and functions, its modules, or its options in Python. Words of
-the docstrings count as well as code. A feature that has a folder of ``plsc/features`` is named by two registries, which
-are counted: of sections (``plsc/feature_config.py``), and of the head's options (``plsc/head/options.py``).
+A file names a feature by its section or keys, its classes and functions, its modules, or its options in Python. Words
+of the docstrings count as well as code. A feature that has a folder of ``plsc/features`` is named by two registries,
+which are counted: of sections (``plsc/feature_config.py``), and of the head's options (``plsc/head/options.py``).
 """
 
 import argparse
@@ -49,12 +49,13 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"averaging_period|[Rr]eplica_?(Options|Exchange|Averaging)|head\.staleness|average_replicas|features.replicas",
     ),
     "negative_filter": (
-        ("plsc/features/negative_filter", "plsc/head/negative_filter.py"),
-        r"[Nn]egative_?[Ff]ilter|gather_filter|concatenated_filters",
+        ("plsc/features/negative_filter",),
+        r"[Nn]egative_?[Ff]ilter|features.negative_filter",
     ),
     "labels": (
-        ("plsc/features/labels", "plsc/head/multi_label.py"),
-        r"[Mm]ulti_?[Ll]abel|LabelOptions|label_reduction|labels_per_step|features.labels",
+        ("plsc/features/labels",),
+        r"[Mm]ulti_?[Ll]abel|LabelOptions|LabelsConfig|SeveralLabels|label_reduction|labels_per_step|features.labels|"
+        r"\blabels\.(positives|reduction|per_step)",
     ),
     "tables": (
         ("plsc/features/tables", "plsc/head/sharded_heads.py", "plsc/config/tables.py", "data/joined.py"),

@@ -44,8 +44,8 @@ class FeatureConfig:
     needs_trained_backbone: ClassVar[bool] = False
 
     def is_on(self, run: "Config") -> bool:
-        """Whether ``run``, whose section this is, has the feature; else it is not made."""
-        raise NotImplementedError
+        """Whether ``run``, whose section this is, has the feature; else it is not made, as what heads alone have."""
+        return False
 
     @property
     def cause(self) -> str:
@@ -59,6 +59,11 @@ class FeatureConfig:
     def head_options(self) -> dict[str, Any]:
         """Keyword arguments of :class:`plsc.ShardedHead` that the section gives to each class table."""
         return {}
+
+    @property
+    def filters_negatives(self) -> bool:
+        """Whether passes compare the rows of labels with every row, to leave some out of the softmax."""
+        return False
 
     @property
     def keeps_rows(self) -> str:
@@ -110,6 +115,8 @@ FEATURES: Registry[str | type[FeatureConfig]] = Registry(
         "frozen": "frozen.config:FrozenConfig",
         "compatible": "compatible.config:CompatibleConfig",
         "fp8": "fp8.config:Float8Config",
+        "labels": "labels.config:LabelsConfig",
+        "negative_filter": "negative_filter.config:NegativeFilterConfig",
     },
     is_subclass(FeatureConfig),
     "a subclass of plsc.config.FeatureConfig",

@@ -16,9 +16,7 @@ from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
 from plsc.head.journaled_table import JournaledTable
 from plsc.head.kept_rows import KeptClasses
-from plsc.head.multi_label import LabelOptions, check_labels_join
-from plsc.head.negative_filter import NegativeFilterOptions, check_negative_filter
-from plsc.head.options import Options, TableOptions, check_sample_rate
+from plsc.head.options import KEYWORDS, Options, TableOptions, check_sample_rate
 from plsc.head.replicas import ReplicaOptions
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -60,8 +58,8 @@ class ShardedHead(nn.Module):
             part in a step (Partial FC); 0 takes positives only. Rows that take no part are neither read nor moved.
         weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update), as a dtype or its name.
         momentum_dtype: of the optimizer's state: float64, float32, bfloat16, int8, or None for no momentum.
-        options: groups of rarer options: :class:`plsc.TableOptions`, :class:`plsc.LabelOptions`,
-            :class:`plsc.ReplicaOptions`, and those of rare features (docs/features).
+        options: groups of rarer options: :class:`plsc.TableOptions`, :class:`plsc.ReplicaOptions`, and those of rare
+            features (docs/features).
         **keywords: fields of such groups by their names: ``centers=3`` is short for
             ``options=[plsc.TableOptions(centers=3)]``.
 
@@ -103,13 +101,16 @@ class ShardedHead(nn.Module):
         self.num_classes = as_integer(num_classes, "the head's num_classes", 1)
         check_sample_rate(sample_rate)
         groups = Options(options, keywords)
-        of_table, labels, replicas = groups.get(TableOptions), groups.get(LabelOptions), groups.get(ReplicaOptions)
+        of_table, replicas = groups.get(TableOptions), groups.get(ReplicaOptions)
         storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, groups.get(JournalOptions).journal)
         replicas.check(storage, updates=of_table.update == "fused")
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.momentum_dtype = sample_rate, storage.momentum_dtype
-        self._take_options(of_table, labels, replicas, groups.get(JournalOptions), groups.get(NegativeFilterOptions))
+        for feature in groups.features:
+            feature.check(self.margin)
+        self._groups = groups
+        self._take_options(of_table, replicas, groups.get(JournalOptions))
         self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
         self.class_range = first, stop = self._own_classes()
@@ -126,31 +127,18 @@ class ShardedHead(nn.Module):
             ClassSampler(first, stop, sample_rate, seed, self.mesh.device),
             of_table.chunk_classes,
             replicas.make(table, self.mesh.replicas),
-            labels,
-            self.negative_filter,
         )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
         for feature in groups.features:
             feature.attach(self)
 
-    def _take_options(
-        self,
-        table: TableOptions,
-        labels: LabelOptions,
-        replicas: ReplicaOptions,
-        journal: JournalOptions,
-        negatives: NegativeFilterOptions,
-    ) -> None:
-        """Check the options against the margin, and keep them as attributes."""
-        check_negative_filter(negatives.negative_filter, self.margin)
-        check_labels_join(self.margin, labels.positives, labels.label_reduction)
+    def _take_options(self, table: TableOptions, replicas: ReplicaOptions, journal: JournalOptions) -> None:
+        """Keep the options as attributes."""
         self.centers, self.seed, self.update, self.placement = table.centers, table.seed, table.update, table.placement
         self.fp32_precision = _to_fp32_precision(table.fp32_precision)
         self.averaging_period, self.staleness = replicas.averaging_period, replicas.staleness
-        self.positives, self.label_reduction = labels.positives, labels.label_reduction
-        self.labels_per_step = labels.labels_per_step
-        self.journal, self.negative_filter = journal.journal, negatives.negative_filter
+        self.journal = journal.journal
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
@@ -172,6 +160,8 @@ class ShardedHead(nn.Module):
         # parameters are looked up here, and updates of a host table's weight may not be stored yet
         if name == "weight" and "softmax" in self.__dict__:
             self.softmax.table.settle()
+        if name in KEYWORDS and "_groups" in self.__dict__:
+            return self._groups.value(name)
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -200,8 +190,8 @@ class ShardedHead(nn.Module):
                 and wait for labels that lie on a GPU. With it, nothing waits, and each rank speaks for itself: of a
                 label out of range, a rank that has it on the CPU raises the error alone; on a GPU it makes the loss NaN
                 on every rank, by which no optimizer of the head updates anything.
-            weights: (b, K) of the labels' losses, floating point and not negative, in place of those that
-                ``label_reduction`` gives them.
+            weights: (b, K) of the labels' losses, floating point and not negative, in place of those that the
+                head's options give them.
 
         Returns:
             A float32 scalar (float64 for float64 tables), equal on every rank.
@@ -298,7 +288,7 @@ class ShardedHead(nn.Module):
             self.margin,
             self.fp32_precision,
             self._most_classes,
-            self.negative_filter is not None,
+            any(feature.filters_negatives for feature in self._groups.features),
         )
         backend = choose_backend(shape, requested=self._requested_backend)
         self._agree_on(backend, shape)
