@@ -76,7 +76,7 @@ def figures(run: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "data.image_size": 32,
         "data.batch_size": BATCH,
         "data.workers": 0,
-        "head.label_reduction": reduction,
+        "labels.reduction": reduction,
         "optim.warmup_steps": run["steps"] // 10,
         "eval.sets": [unseen],
         "log.to": (),

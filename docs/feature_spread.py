@@ -41,12 +41,13 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"averaging_period|Replica(Options|Averaging)|replicas\.staleness|average_bytes|features.replicas",
     ),
     "negative_filter": (
-        ("plsc/features/negative_filter", "plsc/head/negative_filter.py"),
-        r"[Nn]egative_?[Ff]ilter|gather_filter|concatenated_filters",
+        ("plsc/features/negative_filter",),
+        r"[Nn]egative_?[Ff]ilter|features.negative_filter",
     ),
     "labels": (
-        ("plsc/features/labels", "plsc/head/multi_label.py"),
-        r"[Mm]ulti_?[Ll]abel|LabelOptions|label_reduction|labels_per_step|features.labels",
+        ("plsc/features/labels",),
+        r"[Mm]ulti_?[Ll]abel|LabelOptions|LabelsConfig|SeveralLabels|label_reduction|labels_per_step|features.labels|"
+        r"\blabels\.(positives|reduction|per_step)",
     ),
     "tables": (
         ("plsc/features/tables", "plsc/head/sharded_heads.py", "plsc/config/tables.py", "data/joined.py"),

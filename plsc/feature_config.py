@@ -77,8 +77,8 @@ class FeatureConfig:
     keeps_tables: ClassVar[bool] = False
 
     def is_on(self, run: "Config") -> bool:
-        """Whether ``run``, whose section this is, has the feature; else it is not made."""
-        raise NotImplementedError
+        """Whether ``run``, whose section this is, has the feature; else it is not made, as what heads alone have."""
+        return False
 
     @property
     def cause(self) -> str:
@@ -92,6 +92,11 @@ class FeatureConfig:
     def head_options(self) -> dict[str, Any]:
         """Keyword arguments of :class:`plsc.ShardedHead` that the section gives to each class table."""
         return {}
+
+    @property
+    def filters_negatives(self) -> bool:
+        """Whether passes compare the rows of labels with every row, to leave some out of the softmax."""
+        return False
 
     @property
     def keeps_rows(self) -> str:

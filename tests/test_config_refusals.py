@@ -98,8 +98,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ASYNC, "precision": "fp16"}, "a loss scale of its own"),
     # storage of the table, and of moments
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
-    ({"head.margin": "mlcd", "head.negative_filter": 0.5}, "leave head.negative_filter out"),
-    ({"head.margin": "mlcd", "head.label_reduction": "sum"}, 'head.label_reduction = "sum" means nothing with it'),
+    ({"head.margin": "mlcd", "negative_filter.cosine": 0.5}, "leave negative_filter out"),
+    ({"head.margin": "mlcd", "labels.reduction": "sum"}, 'labels.reduction = "sum" means nothing with it'),
     ({**PP, "head.max_classes": 9}, "head.max_classes is not made for parallel.pp = 2"),
     ({**JOURNAL, "head.placement": "host"}, "journal = true is for tables in a mapped file"),
     ({**JOURNAL, "checkpoint.keep.best": 1}, "journal = true does not go with checkpoint.keep.best = 1"),

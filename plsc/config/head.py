@@ -61,12 +61,6 @@ class HeadConfig:
             .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise. Names
             that it has must be those of the data's classes. With max_classes, rows by name: of a run too, and of files
             that have the names beside them.
-        positives: Of pictures with several labels: whether the others of a picture are left out of the softmax of each
-            (excluded), or are in it as negatives (kept).
-        label_reduction: What the losses of a picture's labels become: their mean, or their sum.
-        labels_per_step: Labels of a picture that are drawn to have a loss in a step; unset: all.
-        negative_filter: Cosine of two classes' rows from which on neither is a negative of the other (PyTorch makes the
-            passes then, with 3 products for 2, and a picture of K labels costs as K do); unset: all other classes are.
         max_classes: The most classes that there may come to be: classes are known by their names then, come into the
             table when they are first seen, and data.train may have others when the run goes on; unset: those of the
             data, from the first step to the last.
@@ -105,10 +99,6 @@ class HeadConfig:
     centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
     init_rows: str = key("")
-    positives: str = key("excluded", choices=("excluded", "kept"))
-    label_reduction: str = key("mean", choices=("mean", "sum"))
-    labels_per_step: int | None = key(None, least=1)
-    negative_filter: float | None = key(None, above=0, most=1)
     max_classes: int | None = key(None, least=1)
     first_rows: str = key("mean", choices=("mean", "random"))
     admit_after: int = key(1, least=1)
@@ -131,17 +121,9 @@ class HeadConfig:
             if getattr(self, name) is not None and name not in takes:
                 yield f"head.{name} is no key of the margin {self.margin}, which takes {', '.join(takes)}"
         try:
-            self._check_losses(make_margin(self))
+            make_margin(self)
         except UsageError as error:
-            yield re.sub(r"\b(negative_filter|label_reduction|positives)\b", r"head.\1", str(error))
-
-    def _check_losses(self, margin: "Margin") -> None:
-        """Raise the head's own UsageError where it forms no such losses."""
-        from plsc.head.multi_label import check_labels_join
-        from plsc.head.negative_filter import check_negative_filter
-
-        check_negative_filter(self.negative_filter, margin)
-        check_labels_join(margin, self.positives, self.label_reduction)
+            yield str(error)
 
     def _check_table(self, run: "Config") -> None:
         """Raise the head's own UsageError where its table is not kept, or replicated, like that."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
-from plsc.head.multi_label import MOST_LABELS, distinct
 from plsc.parallel.collectives import all_gather_numbers, all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
 
+MOST_LABELS = 100  # a sample
 _TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
 
 _FITTING, _EMBEDDINGS, _LABELS, _SIZES, _WEIGHTS = range(5)
@@ -100,6 +100,16 @@ def gather_batch(
     norms = gathered.pop(0) if with_norms else None
     sums = [sum(sizes) for sizes in groups]
     return GlobalBatch(features, labels, norms, gathered[0] if gathered else None, group, sums, mesh.replicas.rank)
+
+
+def distinct(labels: Tensor) -> Tensor:
+    """Labels (b, K) of which each counts once: a repeated one is -1, as one that is missing."""
+    if labels.dim() == 1 or labels.shape[1] == 1:
+        return labels
+    ordered, order = labels.sort(dim=1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return labels.masked_fill(repeated.gather(1, order.argsort(1)), -1)
 
 
 def _gather_together(columns: list[Tensor], mesh: Mesh, sizes: list[int]) -> list[Tensor]:

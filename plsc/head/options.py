@@ -19,6 +19,7 @@ from plsc.nearest import did_you_mean
 if TYPE_CHECKING:
     from plsc.head.sharded_head import ShardedHead  # which imports this module
     from plsc.head.storage import MappedTables
+    from plsc.losses.margins import Margin  # imports torch
 
 _Group = TypeVar("_Group")
 
@@ -33,6 +34,14 @@ class HeadFeature:
     def mapped_tables(self, placement: str) -> "MappedTables | None":
         """What makes a table in mapped files; None: the core. UsageError where ``placement`` names no file for it."""
         return None
+
+    @property
+    def filters_negatives(self) -> bool:
+        """Whether :attr:`plsc.head.sharded_softmax.ShardedSoftmax.negatives` is set, which PyTorch's passes take."""
+        return False
+
+    def check(self, margin: "Margin") -> None:
+        """Raise UsageError where it does not go with the margin, before the head has a table."""
 
     def attach(self, head: "ShardedHead") -> None:
         """Take part in a head that is whole; UsageError where it cannot."""
@@ -89,10 +98,12 @@ KEYWORDS: Registry[str | type] = Registry(
     "plsc.head_options",
     {
         **{field.name: TableOptions for field in dataclasses.fields(TableOptions)},
-        **dict.fromkeys(("positives", "label_reduction", "labels_per_step"), "plsc.head.multi_label:LabelOptions"),
+        **dict.fromkeys(
+            ("positives", "label_reduction", "labels_per_step"), "plsc.features.labels.options:LabelOptions"
+        ),
         **dict.fromkeys(("averaging_period", "staleness"), "plsc.features.replicas.averaging:ReplicaOptions"),
         "journal": "plsc.features.journal.journaled_table:JournalOptions",
-        "negative_filter": "plsc.head.negative_filter:NegativeFilterOptions",
+        "negative_filter": "plsc.features.negative_filter.filter:NegativeFilterOptions",
         "frozen_rows": "plsc.features.frozen.rows:FrozenRows",
     },
     is_subclass(HeadFeature),
@@ -101,6 +112,10 @@ KEYWORDS: Registry[str | type] = Registry(
 
 # Attributes of a head that a group's attach() gives, by the keyword of the group.
 ATTRIBUTES = dict.fromkeys(("journal", "set_savepoint", "roll_back", "undo_journal"), "journal")
+
+
+# Keywords whose groups every head has, and attaches behind those that were given.
+ALWAYS = ("positives",)
 
 
 class Options:
@@ -129,6 +144,12 @@ class Options:
             if kind in self._groups:
                 raise UsageError(f"{next(iter(values))} is given beside {kind.__name__}; give it there")
             self._groups[kind] = kind(**values)
+        for kind in map(group_of, ALWAYS):
+            self._groups[kind] = self._groups.pop(kind, None) or kind()
+
+    def value(self, name: str) -> Any:
+        """The value of a keyword; its default where it was not given."""
+        return getattr(self.get(group_of(name)), name)
 
     def get(self, kind: type[_Group]) -> _Group:
         """The group of this kind; its defaults where none was given."""

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -46,6 +47,39 @@ class PendingBackward:
         """``grad_loss``, once backward() has brought it."""
         assert self.grad_loss is not None
         return self.grad_loss
+
+
+def concatenated(values: list[Tensor], filling: float) -> Tensor:
+    """Tensors (b,) or (b, K) below each other, those of fewer columns filled up."""
+    if all(each.dim() == 1 for each in values):
+        return torch.cat(values)
+    columns = [each[:, None] if each.dim() == 1 else each for each in values]
+    most = max(each.shape[1] for each in columns)
+    return torch.cat([torch.nn.functional.pad(each, (0, most - each.shape[1]), value=filling) for each in columns])
+
+
+def union(pending: list[PendingBackward], count: int) -> tuple[Tensor | None, Tensor | None]:
+    """The classes that any batch selected (None: all), and which of them each sample's softmax held (None: all).
+
+    Of the shard's ``count`` classes, some may have come after a batch that took all there were.
+    """
+    if all(p.selected is None and p.rows.num_classes == count for p in pending):
+        return None, None
+    device = pending[0].log_z.device
+    sets = [torch.arange(p.rows.num_classes, device=device) if p.selected is None else p.selected for p in pending]
+    if len(sets) == 1:
+        return sets[0], None
+    union = torch.cat(sets).unique()
+    held = [torch.isin(union, selected) for selected in sets]
+    columns = [column[:, None].expand(-1, len(p.log_z)) for column, p in zip(held, pending, strict=True)]
+    return union, torch.cat(columns, dim=1)
+
+
+def states(pending: list[PendingBackward]) -> dict[str, Tensor]:
+    """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
+    return {
+        name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending]) for name in pending[0].batch.state
+    }
 
 
 class PendingBatches:

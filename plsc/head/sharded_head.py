@@ -15,9 +15,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
 from plsc.head.kept_rows import KeptClasses
-from plsc.head.multi_label import LabelOptions, check_labels_join
-from plsc.head.negative_filter import NegativeFilterOptions, check_negative_filter
-from plsc.head.options import ATTRIBUTES, Options, TableOptions, check_sample_rate, group_of
+from plsc.head.options import ATTRIBUTES, KEYWORDS, Options, TableOptions, check_sample_rate, group_of
 from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -101,13 +99,17 @@ class ShardedHead(nn.Module):
         self.num_classes = as_integer(num_classes, "the head's num_classes", 1)
         check_sample_rate(sample_rate)
         groups = Options(options, keywords)
-        of_table, labels = groups.get(TableOptions), groups.get(LabelOptions)
+        of_table = groups.get(TableOptions)
         mapped = groups.mapped_tables(of_table.placement)
         storage = TableStorage.of(weight_dtype, momentum_dtype, of_table.placement, mapped)
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.momentum_dtype = sample_rate, storage.momentum_dtype
-        self._take_options(of_table, labels, groups.get(NegativeFilterOptions))
+        for feature in groups.features:
+            feature.check(self.margin)
+        self._groups = groups
+        self.centers, self.seed, self.update = of_table.centers, of_table.seed, of_table.update
+        self.placement, self.fp32_precision = of_table.placement, _to_fp32_precision(of_table.fp32_precision)
         self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
         self.class_range = first, stop = self._own_classes()
@@ -124,28 +126,11 @@ class ShardedHead(nn.Module):
             ClassSampler(first, stop, sample_rate, seed, self.mesh.device),
             of_table.chunk_classes,
             ReplicaExchange(table, self.mesh.replicas),
-            labels,
-            self.negative_filter,
         )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
         for feature in groups.features:
             feature.attach(self)
-
-    def _take_options(
-        self,
-        table: TableOptions,
-        labels: LabelOptions,
-        negatives: NegativeFilterOptions,
-    ) -> None:
-        """Check the options against the margin, and keep them as attributes."""
-        check_negative_filter(negatives.negative_filter, self.margin)
-        check_labels_join(self.margin, labels.positives, labels.label_reduction)
-        self.centers, self.seed, self.update, self.placement = table.centers, table.seed, table.update, table.placement
-        self.fp32_precision = _to_fp32_precision(table.fp32_precision)
-        self.positives, self.label_reduction = labels.positives, labels.label_reduction
-        self.labels_per_step = labels.labels_per_step
-        self.negative_filter = negatives.negative_filter
 
     def _own_classes(self) -> tuple[int, int]:
         return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
@@ -170,6 +155,8 @@ class ShardedHead(nn.Module):
         elif name in ATTRIBUTES and "softmax" in self.__dict__:  # of options that were not given
             group_of(ATTRIBUTES[name])().attach(self)
             return self.__dict__[name]
+        elif name in KEYWORDS and "_groups" in self.__dict__:
+            return self._groups.value(name)
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -198,8 +185,8 @@ class ShardedHead(nn.Module):
                 and wait for labels that lie on a GPU. With it, nothing waits, and each rank speaks for itself: of a
                 label out of range, a rank that has it on the CPU raises the error alone; on a GPU it makes the loss NaN
                 on every rank, by which no optimizer of the head updates anything.
-            weights: (b, K) of the labels' losses, floating point and not negative, in place of those that
-                ``label_reduction`` gives them.
+            weights: (b, K) of the labels' losses, floating point and not negative, in place of those that the
+                head's options give them.
 
         Returns:
             A float32 scalar (float64 for float64 tables), equal on every rank.
@@ -296,7 +283,7 @@ class ShardedHead(nn.Module):
             self.margin,
             self.fp32_precision,
             self._most_classes,
-            self.negative_filter is not None,
+            any(feature.filters_negatives for feature in self._groups.features),
         )
         backend = choose_backend(shape, requested=self._requested_backend)
         self._agree_on(backend, shape)

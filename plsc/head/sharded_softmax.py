@@ -3,15 +3,16 @@
 Notation: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.torch_backend import (
     Batch,
+    Negatives,
     PartialSoftmax,
     PassInputs,
     TorchBackend,
@@ -29,9 +30,7 @@ from plsc.head.class_table import (
     overlapped_chunk_size,
 )
 from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels, target_cosines
-from plsc.head.multi_label import LabelOptions, Normalized, concatenated, normalize_each, separate
-from plsc.head.negative_filter import concatenated_filters, gather_filter
-from plsc.head.pending import PendingBackward, PendingBatches
+from plsc.head.pending import PendingBackward, PendingBatches, concatenated, states, union
 from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.head.update_rules import Update
@@ -39,7 +38,113 @@ from plsc.losses.margins import Margin, State, TargetLogit
 from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
-_DRAWN_LABELS = -1  # the salt of their keys: 0 belongs to the margins, 1 and above to shards
+
+class NegativesOfBatches(Protocol):
+    """Tells which classes are negatives of a batch's samples."""
+
+    def of_batch(self, targets: Sequence[LocalTargetRows], mesh: Mesh) -> Negatives:
+        """Those of b samples with K labels, as b·K, each sample's labels side by side.
+
+        Args:
+            targets: the shard's rows of each column of labels.
+            mesh: the ranks that share the table; all call.
+        """
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """What follows from the sums over all shards, in float64.
+
+    Attributes:
+        losses: (b,), weighted.
+        highest, total: (n,), Z = total·exp(highest), of the n samples of the passes: a negative's probability is
+            exp(z)/Z.
+        log_z: log Z, of the same shape.
+        by_logit: in the shape of the labels, derivatives of the losses by the targets' logits s·φ.
+        count: samples that have a label, of this head group; None: all.
+        weights: (n,) of the samples' losses; None: they are in Z.
+    """
+
+    losses: Tensor
+    highest: Tensor
+    total: Tensor
+    log_z: Tensor
+    by_logit: Tensor
+    count: Tensor | None = None
+    weights: Tensor | None = None
+
+    def target_grad(self, slope: Tensor, scale: Tensor | float) -> Tensor:
+        """Derivatives of the batch's loss by the targets' cosines, ``slope`` being dφ/dcos."""
+        return self.by_logit * slope * scale
+
+
+class OneLabel:
+    """The steps of a softmax that depend on the labels' form; others derive from it, and change what they need.
+
+    A batch of b samples is n of the passes, which are the same here.
+    """
+
+    def cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, list[LocalTargetRows]]:
+        """See :func:`target_cosines`: in the shape of the labels, with the rows of each column of them."""
+        cos, found = target_cosines(rows, features, position)
+        return cos, [found]
+
+    def norms(self, norms: Tensor | None, cos: Tensor) -> Tensor | None:
+        """The embeddings' norms (B,), once for each of the cosines."""
+        return norms
+
+    def at_targets(self, target: TargetLogit, labels: Tensor) -> TargetLogit:
+        """The margin at the ``labels``, with the penalty of each sample (b,)."""
+        return target
+
+    def of_passes(self, batch: Batch, labels: Tensor) -> tuple[Batch, Tensor, int]:
+        """The samples of the passes, their labels, and n/b."""
+        return batch, labels, 1
+
+    def columns(self, cos: Tensor) -> Sequence[Tensor]:
+        """The cosines as columns (n,), which are summed beside the passes' sums."""
+        return [cos]
+
+    def of_columns(self, columns: Sequence[Tensor], like: Tensor) -> Tensor:
+        """What :meth:`columns` took apart, in the shape of ``like``."""
+        return columns[0]
+
+    def normalize(
+        self,
+        margin: Margin,
+        gathered: GlobalBatch,
+        target: TargetLogit,
+        cos: Tensor,
+        sums: tuple[Tensor, Tensor],
+        generator: Callable[[int], torch.Generator],
+    ) -> Normalized:
+        """The losses and derivatives of the head group's samples.
+
+        Args:
+            margin: of the softmax.
+            gathered: the batch.
+            target: the margin at the labels.
+            cos: the labels' cosines.
+            sums: (maximum, total) of all shards (n,) without targets, whose exponentials are added here: exactly once.
+            generator: gives that of this batch for a purpose, equal on all ranks, on the CPU.
+        """
+        logit, (maximum, total) = target.phi * margin.s, sums
+        highest = torch.maximum(maximum, logit)
+        total = total * (maximum - highest).exp() + (logit - highest).exp()
+        log_z = highest + total.log()
+        losses = log_z - logit
+        if target.penalty is not None:
+            losses = losses + target.penalty
+        return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
+
+    def target_grad_of_passes(self, target_grad: Tensor) -> Tensor:
+        """Derivatives by the labels' cosines, in the shape of the passes' labels."""
+        return target_grad
+
+    def add_targets(self, grad: Tensor, target_grad: Tensor, targets: Sequence[LocalTargetRows]) -> Tensor:
+        """Add the targets' share to the negatives' gradient by the samples of the passes (n, D); returns (b, D)."""
+        targets[0].add_gradient(grad, target_grad)
+        return grad
 
 
 class ShardedSoftmax:
@@ -53,10 +158,10 @@ class ShardedSoftmax:
         sampler: of the classes that take part.
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
         exchange: between the replicas of the shard.
-        multi_label: how the losses of several labels a sample are formed.
-        negative_filter: the cosine of two rows from which on a class is no negative of the other; None: all are.
 
     Attributes:
+        forms: what depends on the labels' form, by their number of dimensions.
+        negatives: which classes are negatives; None: all but the label.
         margin_state: the margin's running statistics, equal on all ranks.
         forwards: training batches seen; keys sampling and random margins.
         pending: batches that went through backward() and wait for the update.
@@ -71,10 +176,10 @@ class ShardedSoftmax:
         sampler: ClassSampler,
         chunk_classes: int | None,
         exchange: ReplicaExchange,
-        multi_label: LabelOptions,
-        negative_filter: float | None = None,
     ) -> None:
-        self.exchange, self.multi_label, self.negative_filter = exchange, multi_label, negative_filter
+        self.exchange = exchange
+        self.forms = {1: OneLabel()}
+        self.negatives: NegativesOfBatches | None = None
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
         self.chunk_classes, self.dim = chunk_classes, table.shape.dim
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
@@ -121,34 +226,28 @@ class ShardedSoftmax:
         gathered = gather_batch(
             embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes, weights=weights
         )
+        form = self.forms[gathered.labels.dim()]
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
-        cos, local_targets = _target_cosines(rows, gathered.features, position)
+        cos, local_targets = form.cosines(rows, gathered.features, position)
         target: TargetLogit | None = None
         if self.margin.changes_negatives:  # pass 1 compares them with the targets
             target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
         phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
         batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
-        labels, unrolls = gathered.labels, False
-        if self.negative_filter is not None:
-            batch, labels = self._filtered(batch, labels, rows, local_targets)
-            unrolls = cos.dim() > 1
+        if self.negatives is not None:
+            batch = replace(batch, negatives=self.negatives.of_batch(local_targets, self.mesh.head))
+        batch, labels, parts = form.of_passes(batch, gathered.labels)
         partial = self.backend.first_pass(rows, batch, self.chunk_size(len(batch.position)), with_grad=differentiate)
-        others = [] if target is not None else [cos.flatten()] if cos.dim() == 1 or unrolls else cos.unbind(1)
-        maximum, total, *sums = self._sum_over_shards(partial, *others)
+        maximum, total, *sums = self._sum_over_shards(partial, *(form.columns(cos) if target is None else ()))
         if target is None:
-            cos = sums[0].view(cos.shape) if len(others) == 1 else torch.stack(sums, 1)
+            cos = form.of_columns(sums, cos)
             target = self._apply_margin(cos, gathered, training)
             batch = replace(batch, phi=target.phi, state=self.margin_state)
-        if cos.dim() == 1:
-            normalized = _normalize(target, self.margin.s, maximum, total)
-        else:
-            normalized = self._normalize_labels(gathered, target, cos, maximum + total.log())
+        normalized = form.normalize(self.margin, gathered, target, cos, (maximum, total), self._generator)
         loss, count = self._mean(normalized, gathered.total)
         scale = self.margin.s / count
-        target_grad = normalized.by_logit * target.slope * scale
-        if normalized.by_cosine is not None:
-            target_grad = target_grad + normalized.by_cosine * scale
+        target_grad = normalized.target_grad(target.slope, scale)
         by_sample = torch.empty_like(normalized.log_z).fill_(scale)
         if normalized.weights is not None:
             by_sample *= normalized.weights
@@ -158,9 +257,9 @@ class ShardedSoftmax:
             selected,
             normalized.log_z,
             by_sample,
-            self.multi_label.unrolled_grad(target_grad) if unrolls else target_grad,
+            form.target_grad_of_passes(target_grad),
             self.table.version,
-            gathered.largest * (cos.shape[1] if unrolls else 1),
+            gathered.largest * parts,
             rows,
         )
         if training:
@@ -169,7 +268,7 @@ class ShardedSoftmax:
         if partial.grad_embeddings is None:
             return loss, None, pending
         grad = _shards_gradient(partial.grad_embeddings, partial, normalized, scale)
-        grad = _with_targets(grad, target_grad, local_targets)
+        grad = form.add_targets(grad, target_grad, local_targets)
         # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
         # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
@@ -198,22 +297,6 @@ class ShardedSoftmax:
         selected = self.sampler.draw(labels, self.forwards)
         return selected, self.table.rows(selected, training=training)
 
-    def _filtered(
-        self, batch: Batch, labels: Tensor, rows: ClassRows, targets: Sequence[LocalTargetRows]
-    ) -> tuple[Batch, Tensor]:
-        """The batch with its filter, and its labels. Those of several a sample have other negatives each.
-
-        They are as many samples then.
-        """
-        assert self.negative_filter is not None
-        found = gather_filter(targets, self.negative_filter, self.mesh.head)
-        if labels.dim() == 1:
-            return replace(batch, negatives=found), labels
-        features = batch.features.repeat_interleave(labels.shape[1], 0)
-        labels = self.multi_label.unrolled(labels)
-        position = rows.positions(labels - self.sampler.first)
-        return replace(batch, features=features, position=position, phi=batch.phi.flatten(), negatives=found), labels
-
     def _apply_margin(self, cos: Tensor, gathered: GlobalBatch, training: bool) -> TargetLogit:
         """The margin at the group's targets (b,) or (b, K). Statistics, and margins drawn at random, are those of the
         whole batch."""
@@ -221,10 +304,8 @@ class ShardedSoftmax:
         norms = gathered.gather_replicas(gathered.norms, self.mesh) if gathered.norms is not None else None
         if training:
             self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
-        generator = keyed_generator(torch.device("cpu"), self.sampler.seed, 0, self.forwards)
-        if norms is not None and cos.dim() > 1:
-            norms = norms.repeat_interleave(cos.shape[1])
-        targets = self.margin.target(cos.flatten(), norms, self.margin_state, generator)
+        form = self.forms[cos.dim()]
+        targets = self.margin.target(cos.flatten(), form.norms(norms, cos), self.margin_state, self._generator(0))
         optional = targets.norm_slope, targets.penalty, targets.penalty_slope
         phi, slope, norm_slope, penalty, penalty_slope = (
             None if values is None else gathered.local_group(values.view(cos.shape))
@@ -232,10 +313,11 @@ class ShardedSoftmax:
         )
         assert phi is not None
         assert slope is not None
-        if cos.dim() > 1 and penalty is not None and penalty_slope is not None:  # of a sample, if it has a label
-            has_label = (gathered.labels >= 0).any(1)
-            penalty, penalty_slope = penalty[:, 0], torch.where(has_label, penalty_slope[:, 0], 0)
-        return TargetLogit(phi, slope, norm_slope, penalty, penalty_slope)
+        return form.at_targets(TargetLogit(phi, slope, norm_slope, penalty, penalty_slope), gathered.labels)
+
+    def _generator(self, salt: int) -> torch.Generator:
+        """On the CPU, of this batch, equal on all ranks; 0 is the margins', 1 and above are the shards'."""
+        return keyed_generator(torch.device("cpu"), self.sampler.seed, salt, self.forwards)
 
     def _sum_over_shards(self, partial: PartialSoftmax, *others: Tensor) -> list[Tensor]:
         """The shards' largest maximum, their Σ exp(z − maximum) without targets, and the sums of ``others``.
@@ -247,20 +329,6 @@ class ShardedSoftmax:
             highest = all_reduce_max(maximum.clone(), self.mesh.head)
             maximum, total = highest, total * (maximum - highest).exp()
         return [maximum, *all_reduce_sum(torch.stack([total, *others]), self.mesh.head)]
-
-    def _normalize_labels(self, gathered: GlobalBatch, target: TargetLogit, cos: Tensor, log_n: Tensor) -> Normalized:
-        """The losses of several labels a sample; which of them count is drawn from the whole batch's keys."""
-        labels, keys = gathered.labels, None
-        if self.multi_label.draws(labels):
-            generator = keyed_generator(torch.device("cpu"), self.sampler.seed, _DRAWN_LABELS, self.forwards)
-            on_host = torch.empty(gathered.total, labels.shape[1], pin_memory=labels.is_cuda)
-            keys = gathered.local_group(on_host.uniform_(generator=generator)).to(labels.device, non_blocking=True)
-        weights = self.multi_label.weights(labels, gathered.weights, keys)
-        if self.negative_filter is not None:
-            return normalize_each(labels, weights, target, self.margin.s, log_n)
-        if self.margin.separates_positives:
-            return separate(labels, weights, target, self.margin.s, log_n)
-        return self.multi_label.normalize(labels, weights, target, cos, self.margin.s, log_n)
 
     def _mean(self, normalized: Normalized, total: int) -> tuple[Tensor, Tensor | int]:
         """The mean loss over the samples of the whole batch of ``total`` that have a label, and how many have.
@@ -338,17 +406,18 @@ class ShardedSoftmax:
 
     def _pass_inputs(self, pending: list[PendingBackward], update: OptimizerState | None) -> PassInputs:
         """The input of pass 2 over the concatenation of ``pending``."""
-        selected, member = _union(pending, self.table.shape.rows // self.table.centers)
+        selected, member = union(pending, self.table.shape.rows // self.table.centers)
         if update is not None:
             self.exchange.record(selected)
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
+        negatives = pending[0].batch.negatives
         batch = Batch(
             torch.cat([p.batch.features for p in pending]),
             rows.positions(concatenated([p.labels for p in pending], -1) - self.sampler.first),
             concatenated([p.batch.phi for p in pending], 0),
             self.margin,
-            _states(pending),
-            None if self.negative_filter is None else concatenated_filters([p.batch.negatives for p in pending]),
+            states(pending),
+            None if negatives is None else negatives.with_others([p.batch.negatives for p in pending[1:]]),
         )
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
@@ -369,70 +438,12 @@ class ShardedSoftmax:
         return dense
 
 
-def _target_cosines(rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, list[LocalTargetRows]]:
-    """:func:`target_cosines` of one label a sample (b,), or of each of K in turn (b, K)."""
-    if position.dim() == 1:
-        cos, found = target_cosines(rows, features, position)
-        return cos, [found]
-    columns = [target_cosines(rows, features, column) for column in position.unbind(1)]
-    return torch.stack([cos for cos, _ in columns], 1), [found for _, found in columns]
-
-
-def _normalize(target: TargetLogit, s: float, maximum: Tensor, total: Tensor) -> Normalized:
-    """Losses (b,) and derivatives from the shards' sums, for one label a sample.
-
-    The targets' own exponentials, which pass 1 left out, are added here: exactly once, in float64.
-    """
-    logit = target.phi * s
-    highest = torch.maximum(maximum, logit)
-    total = total * (maximum - highest).exp() + (logit - highest).exp()
-    log_z = highest + total.log()
-    losses = log_z - logit
-    if target.penalty is not None:
-        losses = losses + target.penalty
-    return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
-
-
-def _with_targets(grad: Tensor, target_grad: Tensor, targets: Sequence[LocalTargetRows]) -> Tensor:
-    """The gradient by unit embeddings (b, D) with the targets' share, of negatives' (b, D), or (b·K, D) by label."""
-    if len(grad) > len(target_grad):
-        grad = grad.view(*target_grad.shape, -1).sum(1)
-    by_label = [target_grad] if target_grad.dim() == 1 else target_grad.unbind(1)
-    for rows_of_label, of_label in zip(targets, by_label, strict=True):
-        rows_of_label.add_gradient(grad, of_label)
-    return grad
-
-
 def _shards_gradient(pull: Tensor, partial: PartialSoftmax, normalized: Normalized, scale: Tensor | float) -> Tensor:
     """Turn pass 1's sums of rows (b, D) into the loss's gradient by unit embeddings, in place, without the targets'."""
     pull.mul_(((partial.maximum - normalized.highest).exp() / normalized.total).to(pull.dtype)[:, None])
     if normalized.weights is not None:
         pull.mul_(normalized.weights.to(pull.dtype)[:, None])
     return pull.mul_(scale)
-
-
-def _union(pending: list[PendingBackward], count: int) -> tuple[Tensor | None, Tensor | None]:
-    """The classes that any batch selected (None: all), and which of them each sample's softmax held (None: all).
-
-    Of the shard's ``count`` classes, some may have come after a batch that took all there were.
-    """
-    if all(p.selected is None and p.rows.num_classes == count for p in pending):
-        return None, None
-    device = pending[0].log_z.device
-    sets = [torch.arange(p.rows.num_classes, device=device) if p.selected is None else p.selected for p in pending]
-    if len(sets) == 1:
-        return sets[0], None
-    union = torch.cat(sets).unique()
-    held = [torch.isin(union, selected) for selected in sets]
-    columns = [column[:, None].expand(-1, len(p.log_z)) for column, p in zip(held, pending, strict=True)]
-    return union, torch.cat(columns, dim=1)
-
-
-def _states(pending: list[PendingBackward]) -> dict[str, Tensor]:
-    """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
-    return {
-        name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending]) for name in pending[0].batch.state
-    }
 
 
 class HeadLoss(torch.autograd.Function):

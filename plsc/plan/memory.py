@@ -196,7 +196,7 @@ def pass_shape(run: PlanConfig, device: Device, passes: int) -> PassShape:
     From how many samples on they are stored is computed, as for an H100.
     """
     head, (dtype, precision) = run.config.head, _numbers(run)
-    margin, filters = make_margin(head), head.negative_filter is not None
+    margin, filters = make_margin(head), run.filter_rows > 0
     shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, margin, precision, run.classes, filters)
     if not device.has_kernels or device.kind != "cuda" or why_no_triton_passes(shape) is not None:
         return "plain"

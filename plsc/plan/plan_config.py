@@ -112,7 +112,7 @@ class PlanConfig:
     @property
     def filter_rows(self) -> int:
         """Rows of a sample's class that each pass compares with every row, a label a sample; 0 without a filter."""
-        return 0 if self.config.head.negative_filter is None else self.config.head.centers
+        return self.config.head.centers if any(each.filters_negatives for each in self.config.features) else 0
 
     @property
     def micro_batches(self) -> int:

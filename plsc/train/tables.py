@@ -134,7 +134,6 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         own = {name: getattr(head, name) for name in ("first_rows", "admit_after", "expire_after")}
         kind, num_classes = partial(DynamicHead, **own), head.max_classes
     names = ["sample_rate", "momentum_dtype", "centers", "placement", "fp32_precision"]
-    names += ["positives", "label_reduction", "labels_per_step", "negative_filter"]
     of_features = {name: value for section in config.features for name, value in section.head_options().items()}
     return kind(
         config.embedding_dim,

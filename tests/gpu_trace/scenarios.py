@@ -196,7 +196,7 @@ SCENARIOS: dict[str, Scenario] = {
         8, 8_000_000, {"head.sample_rate": 0.02, "optim.accumulate": 2, "data.batch_size": 128}
     ),
     "three centres, weights stored, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3, "data.batch_size": 128}),
-    "negatives filtered, 8 ranks": Scenario(8, 1_000_000, {"head.negative_filter": 0.6}),
+    "negatives filtered, 8 ranks": Scenario(8, 1_000_000, {"negative_filter.cosine": 0.6}),
     "rows frozen, 8 ranks": Scenario(8, 1_000_000, {"frozen.rows": "0:60000"}),
     "three centres, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3}, (0, 7)),
     "adamw, float32, sampled, groups of 4, 8 ranks": Scenario(

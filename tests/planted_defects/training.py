@@ -19,7 +19,7 @@ TRAINING = (
     ),
     Defect(
         "classes that a micro-batch did not sample learn from it",
-        "plsc/head/sharded_softmax.py",
+        "plsc/head/pending.py",
         "return union, torch.cat(columns, dim=1)",
         "return union, None",
         ("tests/head/test_state.py",),
@@ -189,10 +189,10 @@ TRAINING = (
     ),
     Defect(
         "classes near to the label's stay its negatives",
-        "plsc/head/negative_filter.py",
+        "plsc/features/negative_filter/filter.py",
         "z.masked_fill_(cos >= limits, -torch.inf)",
         "z.masked_fill_(cos >= 2 * limits, -torch.inf)",
-        ("tests/head/test_negative_filter.py",),
+        ("tests/features/negative_filter/test_negative_filter.py",),
     ),
     Defect(
         "frozen rows take the norms of their updates",
@@ -372,7 +372,7 @@ TRAINING = (
     ),
     Defect(
         "a class that comes while a batch waits is in its softmax",
-        "plsc/head/sharded_softmax.py",
+        "plsc/head/pending.py",
         "    if all(p.selected is None and p.rows.num_classes == count for p in pending):",
         "    if all(p.selected is None for p in pending):",
         ("tests/head/test_dynamic_head.py",),

@@ -106,7 +106,7 @@ def test_frozen_rows_are_the_centres_of_a_run_that_was_stopped_and_goes_on(ranks
     changes = {
         "head.init_rows": str(tmp_path / "centres.npy"),
         "frozen.rows": "0:4",
-        "head.negative_filter": 0.3,
+        "negative_filter.cosine": 0.3,
         "data.train": "avatars:6x8",
         "data.batch_size": 4,
         "epochs": None,

@@ -58,7 +58,7 @@ class ReplicaOptions(HeadFeature):
         """Whether replicas step by themselves."""
         return self.averaging_period > 1 or self.staleness > 0
 
-    def check(self, storage: TableStorage, *, updates: bool = True, clips: bool = False) -> None:
+    def check_table(self, storage: TableStorage, *, updates: bool = True, clips: bool = False) -> None:
         """Refuse what does not go with averages.
 
         Args:
@@ -88,7 +88,7 @@ class ReplicaOptions(HeadFeature):
     def attach(self, head: "ShardedHead") -> None:
         """See :meth:`HeadFeature.attach`."""
         storage = TableStorage.of(head.weight.dtype, head.momentum_dtype, head.placement)
-        self.check(storage, updates=head.update == "fused")
+        self.check_table(storage, updates=head.update == "fused")
         if self.averages and head.mesh.replicas.world_size > 1:
             head.softmax.exchange = ReplicaAveraging(head.softmax.table, head.mesh.replicas, self)
 

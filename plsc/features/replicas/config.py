@@ -55,7 +55,7 @@ class ReplicasConfig(FeatureConfig):
         head = run.head
         try:
             options = ReplicaOptions(self.averaging_period, self.staleness)
-            options.check(TableStorage.of(head.weight_dtype, head.momentum_dtype, head.placement))
+            options.check_table(TableStorage.of(head.weight_dtype, head.momentum_dtype, head.placement))
             if run.optim.clip_head and options.averages:
                 options.refuse_clipping()
         except UsageError as error:

@@ -36,7 +36,7 @@ class HeadShape:
         margin: of the softmax.
         fp32_precision: of the products over a float32 table.
         num_classes: of all ranks, which bounds the logits that kernels take; where it is not given, a billion.
-        filters_negatives: whether negatives near to a label's class are left out.
+        filters_negatives: whether rows are compared with rows, to leave some negatives out.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ class HeadShape:
         if self.margin.changes_negatives:
             return f"{type(self.margin).__name__} changes the negatives"
         if self.filters_negatives:
-            return "negative_filter compares rows with rows"
+            return "what filters negatives compares rows with rows"
         return None if is_bounded(self.margin, self.num_classes) else "logits that need a running maximum"
 
 

@@ -7,9 +7,10 @@ Logits are class-major, (classes, B).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
 from plsc.head.kept_rows import kept_rows
 from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, RowState, store
-from plsc.head.negative_filter import NegativeFilter
 from plsc.head.update_rules import Update, UpdateKind
 from plsc.losses.margins import Margin
 
@@ -49,6 +49,24 @@ class PartialSoftmax:
     grad_embeddings: Tensor | None
 
 
+class Negatives(Protocol):
+    """Which classes are negatives of the samples B of a batch, as their rows say."""
+
+    def factors(self, products: ChunkProducts) -> list[Tensor]:
+        """What a pass multiplies every chunk's rows by, (B, D) each, as factors valid for the pass."""
+
+    def leave_out(
+        self, z: Tensor, chunk: Chunk, weight: Tensor, factors: Sequence[Tensor], products: ChunkProducts
+    ) -> None:
+        """Set logits z (classes, B) of the chunk's other classes to −inf; ``weight`` is a factor.
+
+        No gradient goes through the choice.
+        """
+
+    def with_others(self, others: Sequence[Any]) -> "Negatives":
+        """Those of this batch and of further ones of the same head."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The input of both passes: unit embeddings (B, D) of the global batch, and the index of each one's target here.
@@ -63,10 +81,10 @@ class Batch:
     phi: Tensor
     margin: Margin
     state: Mapping[str, Tensor]
-    negatives: NegativeFilter | None = None
+    negatives: Negatives | None = None
 
     def factors(self, products: ChunkProducts) -> list[Tensor]:
-        """What a pass multiplies every chunk's rows by: the features, and the rows of the filter."""
+        """What a pass multiplies every chunk's rows by: the features, and what tells negatives."""
         filtered = [] if self.negatives is None else self.negatives.factors(products)
         return [products.factor("features", self.features), *filtered]
 

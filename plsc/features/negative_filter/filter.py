@@ -10,6 +10,7 @@ number and identities of merged data sets are, and lets hard negatives be.
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,13 +19,17 @@ from plsc.errors import UsageError
 from plsc.head.backends.products import ChunkProducts
 from plsc.head.class_table import Chunk
 from plsc.head.global_batch import LocalTargetRows
+from plsc.head.options import HeadFeature
 from plsc.losses.margins import Margin
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
+if TYPE_CHECKING:
+    from plsc.head.sharded_head import ShardedHead
+
 
 @dataclass(frozen=True)
-class NegativeFilterOptions:
+class NegativeFilterOptions(HeadFeature):
     """From which cosine of two rows on their classes are no negatives of each other.
 
     PyTorch makes the passes then, with one product more each and logits in memory, and K labels a sample cost as K
@@ -36,6 +41,41 @@ class NegativeFilterOptions:
     """
 
     negative_filter: float | None = None
+
+    @property
+    def filters_negatives(self) -> bool:
+        """See :attr:`HeadFeature.filters_negatives`."""
+        return self.negative_filter is not None
+
+    def check(self, margin: Margin) -> None:
+        """UsageError where the limit is no cosine above 0, or ``margin`` has no label to compare a negative with."""
+        limit = self.negative_filter
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < float(limit) <= 1:
+            raise UsageError(f"negative_filter is a cosine above 0 and at most 1, or None, not {limit!r}")
+        if margin.separates_positives:
+            raise UsageError(
+                f"negative_filter compares negatives with the label of a sum, and {type(margin).__name__} has one sum "
+                "for all labels: leave negative_filter out, or give another margin"
+            )
+
+    def attach(self, head: "ShardedHead") -> None:
+        """See :meth:`HeadFeature.attach`."""
+        if self.negative_filter is not None:
+            head.softmax.negatives = self
+
+    def of_batch(self, targets: Sequence[LocalTargetRows], mesh: Mesh) -> "NegativeFilter":
+        """The filter of b samples with K labels, as b·K, each sample's labels side by side.
+
+        Every row lies on one shard of ``mesh``; their sum is the row itself. Moves 2·b·K·centers·D numbers of the
+        table's dtype per rank.
+        """
+        assert self.negative_filter is not None
+        rows = all_reduce_sum(torch.stack([each.class_rows() for each in targets], dim=1).flatten(0, 1), mesh)
+        norms = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+        limits = torch.where(norms > 0, self.negative_filter * norms, torch.inf)
+        return NegativeFilter(rows, limits.to(torch.promote_types(rows.dtype, torch.float32)))
 
 
 @dataclass(frozen=True)
@@ -67,33 +107,7 @@ class NegativeFilter:
                 cos = cos.view(-1, chunk.table.centers, cos.shape[1]).amax(1)
             z.masked_fill_(cos >= limits, -torch.inf)
 
-
-def concatenated_filters(filters: Sequence[NegativeFilter | None]) -> NegativeFilter:
-    """The filters of several batches of one head, all of which have one."""
-    given = [each for each in filters if each is not None]
-    return NegativeFilter(torch.cat([each.rows for each in given]), torch.cat([each.limits for each in given]))
-
-
-def gather_filter(targets: Sequence[LocalTargetRows], threshold: float, mesh: Mesh) -> NegativeFilter:
-    """The filter of b samples with K labels, as b·K, each sample's labels side by side.
-
-    Every row lies on one shard of ``mesh``; their sum is the row itself. Moves 2·b·K·centers·D numbers of the table's
-    dtype per rank.
-    """
-    rows = all_reduce_sum(torch.stack([each.class_rows() for each in targets], dim=1).flatten(0, 1), mesh)
-    norms = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
-    limits = torch.where(norms > 0, threshold * norms, torch.inf)
-    return NegativeFilter(rows, limits.to(torch.promote_types(rows.dtype, torch.float32)))
-
-
-def check_negative_filter(threshold: object, margin: Margin) -> None:
-    """UsageError where ``threshold`` is no cosine above 0, or ``margin`` has no label to compare a negative with."""
-    if threshold is None:
-        return
-    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real) or not 0 < float(threshold) <= 1:
-        raise UsageError(f"negative_filter is a cosine above 0 and at most 1, or None, not {threshold!r}")
-    if margin.separates_positives:
-        raise UsageError(
-            f"negative_filter compares negatives with the label of a sum, and {type(margin).__name__} has one sum for "
-            "all labels: leave negative_filter out, or give another margin"
-        )
+    def with_others(self, others: "Sequence[NegativeFilter]") -> "NegativeFilter":
+        """The filter of this batch and further ones of the same head."""
+        every = [self, *others]
+        return NegativeFilter(torch.cat([each.rows for each in every]), torch.cat([each.limits for each in every]))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from head.test_multi_label import ARC, ORACLE, several
+from features.labels.test_labels import ARC, ORACLE, several
 from reference import FilteredOracle, Oracle, relative_error
 from support.head_problems import LR, ONE, assert_equal_steps, batch_of, dense_steps, make_head, sharded_steps, uneven
 
@@ -125,7 +125,7 @@ def test_a_table_of_low_precision(ranks, labels):
 def test_backend_and_refusals():
     problem = clustered(1)
     backend = make_head(ONE, problem, ARC, negative_filter=LIMIT, weight_dtype=torch.float32).backend
-    assert "negative_filter compares rows with rows" in backend.reason or backend.reason == "requested"
+    assert "what filters negatives compares rows with rows" in backend.reason or backend.reason == "requested"
     assert not backend.takes_passes
     for value in (0, 1.5, True, "0.5", float("nan")):
         with pytest.raises(UsageError, match="negative_filter is a cosine"):

@@ -1,0 +1,1 @@
+"""Negatives that are left out of a softmax because their classes lie too close to the label's."""
