@@ -27,14 +27,15 @@ def copy_without(folder: Path, features: list[str]) -> None:
 
 
 def run(folder: Path, *words: str) -> str:
-    """The end of what Python prints in the copy; AssertionError where it fails."""
+    """What Python prints in the copy; AssertionError where it fails."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     found = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, (found.stdout + found.stderr)[-4000:]
-    return found.stdout[-4000:]
+    return found.stdout
 
 
 @pytest.mark.live
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: Path) -> None:
     copy_without(tmp_path, [feature])
@@ -43,7 +44,7 @@ def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: P
     assert f"'{feature}'" not in sections
     assert all(f"'{other}'" in sections for other in FEATURES if other != feature)
     collected = run(tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *CORE)
-    assert re.search(r"[1-9][0-9]{2,} tests collected", collected)
+    assert collected.count("::test_") > 1000
 
 
 @pytest.mark.live
