@@ -94,7 +94,7 @@ class Worker(LoneHead):
     def digest(self) -> str:
         """The SHA-256 of the rows that the last step touched, in all columns."""
         softmax = self.head.softmax
-        softmax.table.settle()
+        softmax.table.wait_written()
         rows = softmax.sampler.draw(self.labels, softmax.forwards - 1)
         found = hashlib.sha256(rows.numpy().tobytes())
         for shard in self.tensors().values():

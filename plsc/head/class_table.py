@@ -301,7 +301,7 @@ class ClassTable:
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ (rows,) in float32 (float64 for float64 tables), renewed if the rows were written to."""
-        self.settle()
+        self.wait_written()
         self.notice_writes()
         return self._inverse_norm
 
@@ -349,7 +349,7 @@ class ClassTable:
         written to. Nothing may wait for an update.
         """
         self.forget_prefetched()
-        self.settle()
+        self.wait_written()
         self.notice_writes()
         self.shape = replace(self.shape, rows=rows)
         self._use(rows)
@@ -379,7 +379,7 @@ class ClassTable:
             self._states.append(state)
         return state
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until every update is stored in :attr:`parameter`."""
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:

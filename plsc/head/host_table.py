@@ -129,19 +129,19 @@ class HostTable(ClassTable):
             return None
         return first.classes, self._fetched(first.stage, first.classes)
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until every update is stored."""
-        self.staging.settle()
+        self.staging.wait_written()
 
     def row_shard(self, local: Tensor, name: str = "weight") -> TensorShard:
         """As :class:`ClassTable` does; it is up to date, and a mapped file's pages are given back as it is read."""
         self._prefetched.clear()
-        self.settle()
+        self.wait_written()
         return TensorShard.of_rows(local, *self.stored_at, self._columns[name].release)
 
     def _discard_norms(self) -> None:
         self._prefetched.clear()
-        self.settle()
+        self.wait_written()
 
     def _renew_norms(self, rows: slice) -> None:
         stage = self.fetched_now(rows)

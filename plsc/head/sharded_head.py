@@ -151,7 +151,7 @@ class ShardedHead(nn.Module):
     def __getattr__(self, name: str) -> Any:
         # parameters are looked up here, and updates of a host table's weight may not be stored yet
         if name == "weight" and "softmax" in self.__dict__:
-            self.softmax.table.settle()
+            self.softmax.table.wait_written()
         elif name in ATTRIBUTES and "softmax" in self.__dict__:  # of options that were not given
             group_of(ATTRIBUTES[name])().attach(self)
             return self.__dict__[name]
@@ -160,11 +160,11 @@ class ShardedHead(nn.Module):
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        self.softmax.table.settle()
+        self.softmax.table.wait_written()
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self.softmax.table.settle()
+        self.softmax.table.wait_written()
         super()._load_from_state_dict(*arguments)
 
     def forward(

@@ -136,7 +136,7 @@ class Staging:
         stage.transfers.append(self._writer.submit(self._writer.store, stage.rows, dict(stage.columns)))
         self._in_flight.append(stage)
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until every update is stored."""
         for stage in self._in_flight:
             stage.wait()

@@ -106,7 +106,7 @@ class StepTimeline:
         split, self._ended = self._ended, TimeSplit()
         return split
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has passed every mark so far."""
         if self._is_cuda:
             self._unread[-1].when.synchronize()

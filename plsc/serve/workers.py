@@ -38,7 +38,7 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arg
         loop.call_soon_threadsafe(function, *args)
 
 
-def settle(future: "asyncio.Future[Any]", result: Any) -> None:
+def set_result(future: "asyncio.Future[Any]", result: Any) -> None:
     """Give a future its result, or exception, unless it was cancelled or has failed."""
     if future.done():
         return
@@ -149,7 +149,7 @@ class Workers(Generic[Worker]):
         job.pay(seconds)
         del self._running[worker]
         self._leave(job.owner, self._clock() - job.begun)
-        settle(job.future, result)
+        set_result(job.future, result)
         self._done(loop, worker)
 
     def _leave(self, owner: Owner, seconds: float) -> None:
@@ -392,9 +392,9 @@ def _finish(work: Work, batch: list[_Task], results: list[Any], row_seconds: flo
 
 
 def _deliver(batch: list[_Task], results: list[Any], row_seconds: float) -> None:
-    def settle_all() -> None:
+    def set_results() -> None:
         for task, result in zip(batch, results, strict=True):
             task.pay(task.rows * row_seconds)
-            settle(task.future, result)
+            set_result(task.future, result)
 
-    call_in(batch[0].future.get_loop(), settle_all)
+    call_in(batch[0].future.get_loop(), set_results)

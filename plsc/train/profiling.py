@@ -74,7 +74,7 @@ class StepProfiler:
         if since == -1:
             self._profile = self._start()
         if 0 <= since <= self._steps:
-            self._timeline.settle()
+            self._timeline.synchronize()
             self._ends.append(self._timeline.now)
             if since == 0:
                 self._timeline.kept = []

@@ -158,7 +158,7 @@ def test_kept_intervals_tile_the_time(timeline: StepTimeline, clock: Clock) -> N
         clock.now += 2
         timeline.enter(name)
     timeline.end_step()
-    timeline.settle()
+    timeline.synchronize()
     assert timeline.kept == [
         Interval(DATA, 1.0, 3.0),
         Interval(BACKBONE, 3.0, 5.0),

@@ -120,7 +120,7 @@ class JournaledTable(HostTable):
         Raises:
             UsageError: the files are an earlier run's, and were not rolled back.
         """
-        self.settle()
+        self.wait_written()
         self.notice_writes()
         self.journal.set_savepoint(step)
 
@@ -134,7 +134,7 @@ class JournaledTable(HostTable):
             IntegrityError: the journal is damaged; nothing was changed.
         """
         self.forget_prefetched()
-        self.settle()
+        self.wait_written()
         self.journal.roll_back(step)
         self.norms_are_current()  # they are journaled too
 
