@@ -159,6 +159,11 @@ class ShardedHead(nn.Module):
             return self._groups.value(name)
         return super().__getattr__(name)
 
+    def __dir__(self) -> list[str]:
+        """The attributes, with those of options."""
+        options = {name for name in (*KEYWORDS, *ATTRIBUTES) if name != "chunk_classes"}
+        return sorted({*super().__dir__(), *options})
+
     def _save_to_state_dict(self, *arguments: Any) -> None:
         self.softmax.table.wait_written()
         super()._save_to_state_dict(*arguments)

@@ -13,7 +13,7 @@ from plsc.models import backbone
 
 
 def test_names_are_the_families_in_order_of_size() -> None:
-    assert plsc.models.names() == (
+    assert plsc.models.names()[:13] == (  # behind them are those that other tests have registered
         *("iresnet18", "iresnet34", "iresnet50", "iresnet100", "iresnet200"),
         *("mobilefacenet", "mobilefacenet_large", "resnet7", "resnet8"),
         *("vit_tiny", "vit_small", "vit_base", "vit_large"),
