@@ -16,11 +16,9 @@ CORE = ["tests/head", "tests/optim", "tests/parallel", "tests/train", *CONFIGURA
 
 
 def copy_without(folder: Path, features: list[str]) -> None:
-    """Copy what the core and its tests need into ``folder``, without the folders of ``features``."""
-    for name in ("plsc", "models", "data", "tools", "configs", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    """Copy the checkout into ``folder``, without the folders of ``features``."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "quickstart-*", "*.egg-info")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     for feature in features:
         shutil.rmtree(folder / "plsc/features" / feature)
         shutil.rmtree(folder / "tests/features" / feature)
