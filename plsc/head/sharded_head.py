@@ -162,7 +162,7 @@ class ShardedHead(nn.Module):
     def __dir__(self) -> list[str]:
         """The attributes, with those of options."""
         options = {name for name in (*KEYWORDS, *ATTRIBUTES) if name != "chunk_classes"}
-        return sorted({*super().__dir__(), *options})
+        return sorted({*super().__dir__(), *options})  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         self.softmax.table.wait_written()

@@ -200,7 +200,7 @@ def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]
     before = stored_config(stored.state["config"])
     told_of = [HOOKS[before.parallel.comm_hook].keeps, *(section.keeps for section in before.features_on)]
     dropped = [text for keeps in told_of for kind, text in keeps.items() if kind in kinds]
-    dropped += left_out_features(stored.state, components)
+    dropped += left_out_features(stored, components)
     if components.average is None and any(name.startswith("average.") for name in stored.stored):
         dropped.append("the moving average of the weights (ema_decay)")
     if stored.state["scaler"] and not components.scaler.is_enabled():

@@ -8,7 +8,7 @@ import torch
 
 from plsc import config as configuration
 from plsc.config import FEATURES, Config, table_configs
-from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.feature_config import feature_states, section_class
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
@@ -86,7 +86,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     is_same_data = _check_data(stored, components)
     for name, feature in components.features.items():
         feature.check_state(feature_states(state).get(name), stored)
-    left_out_features(state, components)
+    left_out_features(stored, components)
     restore_tables(components, stored)
     stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     restore_optimizer(components, stored)
@@ -210,12 +210,15 @@ def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:
     return True
 
 
-def left_out_features(state: dict[str, Any], components: TrainComponents) -> list[str]:
-    """What the run had of features that it has no more; UsageError where it cannot go on without one."""
+def left_out_features(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
+    """What the run had of features that it has no more; PlscError where it cannot go on without one."""
     found = []
-    for name, of_feature in feature_states(state).items():
+    for name, of_feature in feature_states(stored.state).items():
         if name not in components.features and of_feature is not None and FEATURES.find(name) is not None:
-            found.append(section_class(name).left_out(of_feature))
+            try:
+                found.append(section_class(name).left_out(of_feature))
+            except PlscError as error:
+                raise type(error)(f"{stored.path}: {error}") from None
     return [text for text in found if text]
 
 

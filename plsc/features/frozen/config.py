@@ -78,8 +78,9 @@ class FrozenConfig(FeatureConfig):
     @classmethod
     def left_out(cls, state: Any) -> str:
         """Refuse to go on: the optimizer's states are stored by the places of the weights that are not frozen."""
+        first = state[0] if isinstance(state, list) and state else state
         raise UsageError(
-            f"frozen and optim.groups freeze other weights for the whole run than it began with ({state[0]}, for "
+            f"frozen and optim.groups freeze other weights for the whole run than it began with ({first}, for "
             "one); set them back to go on, or begin another run (another --out), with --init_weights "
             "RUN/model.safetensors and a [[stage]] for what changes on the way"
         )
