@@ -76,7 +76,13 @@ def test_defaults_are_a_configuration() -> None:
     assert config.load(None, {"steps": 7}).epochs is None
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def of_features(recipe: Path) -> list[pytest.MarkDecorator]:
+    """The marks of the rare features that a recipe has."""
+    sections = set(tomllib.loads(recipe.read_text())) - {field.name for field in dataclasses.fields(Config)}
+    return [pytest.mark.feature(name) for name in sorted(sections)]
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(each, id=each.stem, marks=of_features(each)) for each in RECIPES])
 def test_recipe_loads(recipe: Path) -> None:
     assert config.load(recipe).data.train
 
