@@ -68,7 +68,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map",
     ),
 }
-STAGE_1 = ("averaging", "asynchronous", "frozen", "compatible", "fp8", "journal")
+IN_FOLDERS = tuple(name for name, (own, _) in FEATURES.items() if own == (f"plsc/features/{name}",))
 
 
 def shipped_files() -> list[Path]:

@@ -177,8 +177,8 @@ def test_a_step_a_search_and_an_enrolment_enter_no_more_files_than_the_documenta
 def test_rare_features_are_named_in_few_files_but_their_own():
     import feature_spread
 
-    found = {name: feature_spread.named_in(name) for name in feature_spread.STAGE_1}
+    found = {name: feature_spread.named_in(name) for name in feature_spread.IN_FOLDERS}
     assert {name: files for name, files in found.items() if len(files) > 3} == {}
-    for name in feature_spread.STAGE_1:  # the words are those of the feature
+    for name in feature_spread.IN_FOLDERS:  # the words are those of the feature
         own, words = feature_spread.FEATURES[name]
         assert any(re.search(words, path.read_text("utf-8")) for path in (ROOT / own[0]).glob("*.py")), name
