@@ -188,13 +188,11 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint
             raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
         entry = known(name, keys, where, _no_hint if isinstance(value, Mapping) else hint)
         if isinstance(entry, Tables) or value != entry.default:  # a written configuration has all keys
-            warn_of_former_name(name, entry, where)
-        if entry.name in values:
-            raise UsageError(f"{where}: {entry.name} is given twice, once by its former name; keep one")
-        values[entry.name] = value
-        for other in keys.values():  # a key that several came from
-            if name not in keys and other.moved_from == name:
-                values[other.name] = value
+            warn_of_former_name(name, entry, keys, where)
+        for each in successors(name, entry, keys):
+            if each.name in values:
+                raise UsageError(f"{where}: {each.name} is given twice, once by its former name; keep one")
+            values[each.name] = value
     return values
 
 
@@ -249,11 +247,17 @@ def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hin
     raise UsageError(f"{where}: there is no key {name}; {hint(name) or _nearest(name, keys)}")
 
 
-def warn_of_former_name(name: str, entry: Entry, where: str) -> None:
+def successors(name: str, entry: Entry, keys: Mapping[str, Entry]) -> list[Entry]:
+    """The keys that a value of ``name`` is for: ``entry``, which :func:`known` found, or several that came from one."""
+    return [entry] if name in keys else [each for each in keys.values() if each.moved_from == name] or [entry]
+
+
+def warn_of_former_name(name: str, entry: Entry, keys: Mapping[str, Entry], where: str) -> None:
     """Warn where ``name`` is what ``entry``, which :func:`known` found, was called before."""
     is_short_form = isinstance(entry, Key) and entry.section == name
     if name != entry.name and not is_short_form:
-        message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
+        now = " and ".join(each.name for each in successors(name, entry, keys))
+        message = f"{where}: {name} is now called {now}; the old name goes with the next release"
         warnings.warn(message, FutureWarning, stacklevel=3)
 
 
@@ -299,13 +303,14 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: H
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         entry = known(name, keys, "the command line", hint)
-        warn_of_former_name(name, entry, "the command line")
-        name = entry.name
+        warn_of_former_name(name, entry, keys, "the command line")
+        given, name = name, entry.name
         if not equals:
             if not words or words[0].startswith("--"):
                 raise UsageError(f"--{name} needs a value: {entry.expected}")
             value = words.pop(0)
-        if name in found:
-            raise UsageError(f"--{name} is given twice; give it once")
-        found[name] = value
+        for each in successors(given, entry, keys):
+            if each.name in found:
+                raise UsageError(f"--{each.name} is given twice; give it once")
+            found[each.name] = value
     return found

@@ -82,8 +82,9 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     _take_features(_unknown(overridden))
     for name, value in overridden.items():
         entry = strict_toml.known(name, _ENTRIES, "the command line", arcface_torch.key_hint)
-        strict_toml.warn_of_former_name(name, entry, "the command line")
-        values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
+        strict_toml.warn_of_former_name(name, entry, _ENTRIES, "the command line")
+        for each in strict_toml.successors(name, entry, _ENTRIES):
+            values[each.name] = each.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
 
 

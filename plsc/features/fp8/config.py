@@ -25,6 +25,7 @@ class Float8Config(FeatureConfig):
     enabled: bool = key(False, stands_for_section=True)
 
     precision = "bf16"
+    goes_with_own_steps = True
     alone: ClassVar[Mapping[str, str]] = {
         "parallel.tp": "nobody has tried",
         "parallel.pp": "nobody has tried",

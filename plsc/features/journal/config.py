@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from plsc.errors import DataError
 from plsc.feature_config import DiskTerm, FeatureConfig, RowsOutside
@@ -33,7 +33,7 @@ class JournalConfig(FeatureConfig):
     enabled: bool = key(False, stands_for_section=True, moved_from="head.journal")
 
     keeps_tables = True
-    alone = {  # noqa: RUF012
+    alone: ClassVar[Mapping[str, str]] = {
         "checkpoint.keep.every_hours": _LAST_ALONE,
         "checkpoint.keep.best": _LAST_ALONE,
         "table": "it is for a single table",

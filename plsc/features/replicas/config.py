@@ -27,8 +27,6 @@ class ReplicasConfig(FeatureConfig):
     averaging_period: int = key(1, least=1, moved_from="parallel.head_averaging_period")
     staleness: int = key(0, least=0, in_tables=True, moved_from="head.staleness")
 
-    goes_with_own_steps = False
-
     def is_on(self, run: "Config") -> bool:
         """See :meth:`FeatureConfig.is_on`."""
         return self.averaging_period > 1 or self.staleness > 0
