@@ -210,7 +210,7 @@ def test_many_large_pictures_do_not_delay_another_caller(live):
     assert len(large) < 40_000
     answers, thread = ask_beside(live, {"inputs": [image_input(large)] * 16})
     wait_until(lambda: live.service.decoders.running)
-    for seed in range(10):
+    for seed in range(4):  # each waits for one large picture; on a busy machine several pass between two
         assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(seed))]}).status_code == 200
     assert not answers, "the large pictures were decoded before the others asked"
     thread.join()

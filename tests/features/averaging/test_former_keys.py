@@ -1,4 +1,4 @@
-"""Keys that moved: files and command lines of before mean what they meant, with a warning; what runs stored, without."""
+"""Keys that moved: files and command lines of before hold, with a warning; what runs stored, without."""
 
 import warnings
 from pathlib import Path
