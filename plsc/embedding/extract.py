@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from plsc.data import ImageDataset
-from plsc.data.identity import contents_id, samples_id
+from plsc.data.identity import contents_id, counts, samples_id
 from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, compatible_contracts, contract_of, embed_images
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
@@ -89,10 +89,11 @@ def extract(
         "model"; None if there was nothing to do).
 
     Raises:
-        UsageError: the folder cannot be taken, or was begun with another model, data or settings.
+        UsageError: the folder cannot be taken, or was begun with another model, data or settings; or the ranks hold
+            other images.
         DataError: no image at all could be embedded; nothing is written then.
     """
-    _check(embedder, dataset)
+    _check(embedder, dataset, mesh)
     final = Path(folder)
     # Something else than a set is refused by begin().
     replaces = on_main(lambda: overwrite and holds_manifest(final, FORMAT), mesh)
@@ -167,7 +168,15 @@ def _former_data_id(dataset: ImageDataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(embedder: Embedder, dataset: ImageDataset) -> None:
+def _check(embedder: Embedder, dataset: ImageDataset, mesh: Mesh) -> None:
+    first, *others = all_gather_object(counts(dataset), mesh)
+    for rank, seen in enumerate(others, 1):
+        if seen != first:
+            raise UsageError(
+                f"{dataset.source} holds {counted(first['images'], 'image')} for rank 0 and "
+                f"{counted(seen['images'], 'image')} for rank {rank}, or in other classes: give every rank the same "
+                "ones, all of them written"
+            )
     if not len(dataset):
         raise UsageError(f"{dataset.source} holds no images")
     if dataset.image_size != embedder.image_size:

@@ -51,6 +51,7 @@ def fresh(tmp_path: Path, data: Path) -> Any:
 @pytest.mark.parametrize("world", [1, 2])
 def test_pictures_that_were_replaced_are_embedded_anew(world: int, tmp_path: Path, ranks: Any) -> None:
     folder, data = tmp_path / "emb", tmp_path / "data"
+    photos(data)  # written once, before the ranks look
     ranks(world, embedded, folder, data)
     before = EmbeddingSet(folder).rows(0, 40)
     status, top = (data / "20.bmp").stat(), data.stat()

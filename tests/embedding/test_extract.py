@@ -177,6 +177,19 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     assert run(ONE, tmp_path / "set", Pictures(40), batch_size=3)["embedded"] == 0
 
 
+def _seen_by_rank(mesh: Mesh, folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        run(mesh, folder, Pictures(40 - 11 * mesh.rank))
+    return str(caught.value)
+
+
+def test_ranks_that_see_other_pictures_are_refused(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, _seen_by_rank, tmp_path / "set")
+    assert first == second.replace("pictures of 29", "pictures of 40")
+    assert "holds 40 images for rank 0 and 29 images for rank 1" in first
+    assert not (tmp_path / "set").exists()
+
+
 def _refused(mesh: Mesh, folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
         run(mesh, folder, Pictures(5))
