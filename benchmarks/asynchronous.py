@@ -30,9 +30,10 @@ from plsc.parallel.mesh import shutdown, with_head_groups
 from plsc.quickstart import CONFIG, UNSEEN
 from plsc.train.components import TrainComponents, build, with_preprocessing
 from plsc.train.evaluate import evaluate_sets
+from plsc.train.micro_batches import MicroBatch, micro_batches
 from plsc.train.stages import RunSchedule
 from plsc.train.state import Position
-from plsc.train.step import MicroBatch, Stepper, micro_batches
+from plsc.train.step import Stepper
 from plsc.train.tables import open_training_data
 
 BASE: dict[str, Any] = {
@@ -149,7 +150,7 @@ def trained(settings: Mapping[str, Any], mesh: Mesh, pace: str, limit: Limit) ->
 def groups(components: TrainComponents) -> Iterator[list[MicroBatch]]:
     """This rank's batches, for ever."""
     while True:
-        yield from micro_batches(components.loader, components.config.optim.accumulate, components.tables)
+        yield from micro_batches(components.loader, components.config.optim.accumulate, components.class_loss.split)
 
 
 def sleep_before(step: int, pace: str, mesh: Mesh) -> float:

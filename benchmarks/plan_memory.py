@@ -30,7 +30,8 @@ from plsc.plan.advice import profile_of
 from plsc.plan.memory import plan_memory
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import TrainComponents, build
-from plsc.train.step import MicroBatch, Stepper
+from plsc.train.micro_batches import MicroBatch
+from plsc.train.step import Stepper
 
 # Freed memory goes back to the system at once, so that the peak is that of what is in use.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

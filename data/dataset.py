@@ -138,6 +138,16 @@ class ImageDataset(ABC):
         return len(self.class_names)
 
     @property
+    def parts(self) -> "Sequence[ImageDataset]":
+        """The data sets that this one joins, whose images and classes follow one another; else itself."""
+        return [self]
+
+    @property
+    def first_classes(self) -> Sequence[int]:
+        """The first class of each part, and the number of all classes."""
+        return [0, self.num_classes]
+
+    @property
     def mixture(self) -> Mixture:
         """The parts that an epoch mixes: the data set as a whole, but for one that joins several."""
         return Mixture((len(self),))

@@ -50,8 +50,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"\blabels\.(positives|reduction|per_step)",
     ),
     "tables": (
-        ("plsc/features/tables", "plsc/head/sharded_heads.py", "plsc/config/tables.py", "data/joined.py"),
-        r"\[\[table\]\]|ShardedHeads|sharded_heads|JoinedDataset|table_configs|TableConfig|TableKeys|batch_share|\.table\b(?!\.)",
+        ("plsc/features/tables",),
+        r"\[\[table\]\]|[Ss]harded_?[Hh]eads|JoinedDataset|TableKeys|batch_share|config\.table\b|run\.table\b|features.tables",
     ),
     "classes": (
         (

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
     from plsc.features.labels.options import LabelOptions as LabelOptions
+    from plsc.features.tables.sharded_heads import ShardedHeads as ShardedHeads
     from plsc.head import DynamicHead as DynamicHead
     from plsc.head import ShardedHead as ShardedHead
-    from plsc.head import ShardedHeads as ShardedHeads
     from plsc.head import TableOptions as TableOptions
     from plsc.index import Index as Index
     from plsc.losses.margins import *  # noqa: F403  (every margin, by its __all__)
@@ -40,7 +40,8 @@ _EXPORTS = {
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
     "plsc.features.labels.options": ("LabelOptions",),
-    "plsc.head": ("DynamicHead", "ShardedHead", "ShardedHeads", "TableOptions"),
+    "plsc.features.tables.sharded_heads": ("ShardedHeads",),
+    "plsc.head": ("DynamicHead", "ShardedHead", "TableOptions"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from plsc.config import Config  # which imports this module, as the others do
+    from plsc.config import Config, DataConfig  # which imports this module, as the others do
+    from plsc.config.class_tables import ClassTable
+    from plsc.data import ImageDataset
     from plsc.plan.plan_config import PlanConfig
     from plsc.train.checkpoint_reader import StoredCheckpoint
     from plsc.train.feature import Feature  # imports torch
@@ -102,6 +104,18 @@ class FeatureConfig:
     def keeps_rows(self) -> str:
         """Which rows of the class table no step updates: "", "some" or "all"."""
         return ""
+
+    def class_tables(self, run: "Config") -> "list[ClassTable]":
+        """The class tables of ``run``, or of one of its stages, where it has others than that of [head]."""
+        return []
+
+    def open_data(self, run: "Config", open_one: "Callable[[DataConfig], ImageDataset]") -> "ImageDataset | None":
+        """Open the images of a run whose :meth:`class_tables` these are, by ``open_one`` those of one [data].
+
+        Returns:
+            Images whose ``parts`` are those of the tables; None: those of the run's own [data].
+        """
+        return None
 
     def check_world(self, ranks: int) -> None:
         """Raise UsageError unless so many ranks go with these keys."""

@@ -448,7 +448,7 @@ def test_tables_take_what_each_of_them_takes_alone():
     config = settings(table=table, batch=80)
     described = plan(config, [2_000_000, 400_000, 300_000], CARD, gpus=8)
     together, alone = described.configured, []
-    for batch, each in zip((48, 16, 16), configuration.table_configs(config), strict=True):
+    for batch, each in zip((48, 16, 16), configuration.class_tables(config), strict=True):
         of_table = replace(each.config, data=replace(each.config.data, batch_size=batch))
         alone.append(plan(of_table, each.classes or 0, CARD, gpus=8).configured)
     for name in ("class weights", "momentum", "1/norms"):

@@ -25,7 +25,8 @@ from plsc.models.preprocessing import height_and_width
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel.mesh import Mesh
 from plsc.train.components import build
-from plsc.train.step import EnqueuedStep, MicroBatch, Stepper
+from plsc.train.micro_batches import MicroBatch
+from plsc.train.step import EnqueuedStep, Stepper
 
 CLIP_NORM = 5.0  # of arcface_torch's loop
 Images = tuple[Tensor, Tensor]  # uint8 (b, 3, S, S) and labels (b,) on the CPU

@@ -7,6 +7,8 @@ functions only: ``--help`` and mistyped keys are answered without it.
 """
 
 from plsc.config.checks import check_together as check_together
+from plsc.config.class_tables import ClassTable as ClassTable
+from plsc.config.class_tables import class_tables as class_tables
 from plsc.config.data import DataConfig as DataConfig
 from plsc.config.head import HeadConfig as HeadConfig
 from plsc.config.head import make_margin as make_margin
@@ -34,7 +36,5 @@ from plsc.config.sections import get as get
 from plsc.config.stages import begins_course as begins_course
 from plsc.config.stages import changes_of as changes_of
 from plsc.config.stages import stage_configs as stage_configs
-from plsc.config.tables import TableConfig as TableConfig
-from plsc.config.tables import table_configs as table_configs
 from plsc.feature_config import FEATURES as FEATURES
 from plsc.feature_config import FeatureConfig as FeatureConfig

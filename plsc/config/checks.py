@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from plsc.config.sections import AUTO, Config
 from plsc.config.stages import refusals_of_stages, stage_configs
-from plsc.config.tables import refusals_of_tables
 from plsc.devices import Units
 from plsc.errors import UsageError
 
@@ -21,10 +20,9 @@ def check_together(config: Config) -> None:
 
 def _refusals(config: Config) -> Iterator[str]:
     yield from config.refusals()
-    yield from refusals_of_tables(config)
     yield from refusals_of_stages(config)
     for number, stage in enumerate(stage_configs(config)[1:], start=1):
-        yield from (f"stage {number}: {refusal}" for refusal in (*stage.refusals(), *refusals_of_tables(stage)))
+        yield from (f"stage {number}: {refusal}" for refusal in stage.refusals())
 
 
 def with_precision(config: Config, units: Units) -> Config:

@@ -3,4 +3,3 @@
 from plsc.head.dynamic_head import DynamicHead as DynamicHead
 from plsc.head.options import TableOptions as TableOptions
 from plsc.head.sharded_head import ShardedHead as ShardedHead
-from plsc.head.sharded_heads import ShardedHeads as ShardedHeads

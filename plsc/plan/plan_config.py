@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plsc.config import Config, table_configs
+from plsc.config import Config, class_tables
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Device
@@ -24,7 +24,7 @@ class PlanConfig:
     "device", "host" for its machine's memory, or "mmap" for a file on its machine's disk. In a pipeline, the ranks of
     the last stage have all of it.
 
-    Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``batch_share``.
+    Of several class tables it is the first one's, with ``others`` beside it; each has its ``name`` and ``share``.
     One that no step updates and no checkpoint holds is ``fixed``: what it is, in words.
     """
 
@@ -35,7 +35,7 @@ class PlanConfig:
     head_ranks: int
     placement: str = "device"
     name: str = ""
-    batch_share: float = 1.0
+    share: float = 1.0
     fixed: str = ""
     others: tuple["PlanConfig", ...] = ()
 
@@ -107,7 +107,7 @@ class PlanConfig:
     @property
     def group_batch(self) -> int:
         """Samples per head group in one micro-batch: what a rank gathers."""
-        return math.ceil(self.batch * self.batch_share * self.head_ranks / self.tp)
+        return math.ceil(self.batch * self.share * self.head_ranks / self.tp)
 
     @property
     def filter_rows(self) -> int:
@@ -141,7 +141,7 @@ class PlanConfig:
         if rate >= 1:
             return self.rows
         owned = self.rows // centers
-        positives = math.ceil(self.batch * self.batch_share * self.data_ranks / self.head_ranks)
+        positives = math.ceil(self.batch * self.share * self.data_ranks / self.head_ranks)
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property
@@ -227,8 +227,8 @@ UNITS_OF = {"ieee": "fp32", "tf32": "tf32", "bf16x3": "bf16"}
 
 def plan_config(config: Config, classes: int | Sequence[int], world: int, per_node: int) -> PlanConfig:
     """The run of ``config`` on so many ranks, with the tables of ``classes`` each sharded and placed as it says."""
-    head_ranks, tables = config.head_ranks or world // config.parallel.pp, table_configs(config)
-    shares = sum(table.batch_share for table in tables)
+    head_ranks, tables = config.head_ranks or world // config.parallel.pp, class_tables(config)
+    shares = sum(table.share for table in tables)
     first, *others = (
         PlanConfig(
             table.config,
@@ -238,7 +238,7 @@ def plan_config(config: Config, classes: int | Sequence[int], world: int, per_no
             head_ranks,
             table.config.head.placement.partition(":")[0],
             table.name,
-            table.batch_share / shares,
+            table.share / shares,
         )
         for table, count in zip(tables, [classes] if isinstance(classes, int) else classes, strict=True)
     )

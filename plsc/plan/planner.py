@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc.config import Config, changes_to_toml, table_configs
+from plsc.config import Config, changes_to_toml, class_tables
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import GIB, Device
@@ -154,7 +154,7 @@ def plan(
     if hardware.memory < GIB // 64:
         raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
     run = plan_config(with_precision(config, hardware.device.units), counts, gpus, gpus_per_node)
-    given = table_configs(config)[0].config  # what is advised is for the first table of several
+    given = class_tables(config)[0].config  # what is advised is for the first table of several
     why: tuple[str, ...] = ()
     if config.parallel.strategy == "auto":
         chosen = choose_strategy(run, hardware)
@@ -203,7 +203,7 @@ def _heading(plan: Plan) -> Iterable[str]:
         hook = config.parallel.comm_hook
         yield f"backbone: {label(run)}" + (f", comm_hook {hook}" if hook != "none" else "")
     for table in run.tables:
-        share = f", {table.batch_share:.3g} of a batch" if table.batch_share < 1 else ""
+        share = f", {table.share:.3g} of a batch" if table.share < 1 else ""
         name = f"table {table.name}: " if table.name else ""
         if table.fixed:
             yield f"{table.fixed}: {table.classes:,} x {config.embedding_dim}, stored as {table.storage[0]}, exact"
@@ -217,7 +217,7 @@ def _heading(plan: Plan) -> Iterable[str]:
 
 def _table_dict(table: PlanConfig) -> dict[str, Any]:
     row = row_size(table) * table.config.head.centers
-    return {"name": table.name, "classes": table.classes, "batch_share": table.batch_share, "bytes_per_class": row}
+    return {"name": table.name, "classes": table.classes, "batch_share": table.share, "bytes_per_class": row}
 
 
 def _lacking(units: str, device: Device) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -33,6 +33,7 @@ from plsc.parallel.collectives import all_gather_object, on_main, raise_on_all_r
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
+from plsc.train.class_loss import ClassLoss
 from plsc.train.feature import Feature, TableKeeper, overriding
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
 
@@ -96,6 +97,7 @@ class TrainComponents:
     strategy: Strategy
     exchange: GradientExchange
     tables: list[TrainedTable]
+    class_loss: ClassLoss
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     scaler: GradScaler
@@ -206,6 +208,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         strategy,
         exchange,
         tables,
+        _class_loss(features.values(), tables, strategy),
         optimizer,
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
@@ -214,6 +217,12 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     for set_up in overriding(features.values(), "set_up"):
         raise_on_all_ranks(mesh, partial(set_up, components, exact=exact))
     return components
+
+
+def _class_loss(features: Iterable[Feature], tables: Sequence[TrainedTable], strategy: Strategy) -> ClassLoss:
+    """The loss of a feature that has several class tables; else that of the only one."""
+    own = (class_loss(tables, strategy) for class_loss in overriding(features, "class_loss"))
+    return next(own, None) or ClassLoss(tables, strategy)
 
 
 def _strategy(config: Config, features: Iterable[Feature], mesh: Mesh) -> Strategy:

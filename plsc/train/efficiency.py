@@ -129,10 +129,10 @@ class EfficiencyMeter:
         backbone = self._backbone.forward + (self._backbone.backward if trains_backbone else 0)
         # replicas of the table take the classes of all their samples, so that they stay equal
         batch = components.config.data.batch_size * components.strategy.data_ranks // components.strategy.micro_batches
-        shares = sum(table.of.batch_share for table in components.tables)
+        shares = sum(table.of.share for table in components.tables)
         of_heads = 0.0
         for table in components.tables:
-            head, share = table.head, table.of.batch_share / shares
+            head, share = table.head, table.of.share / shares
             shards = head.mesh.head.world_size
             centers = centers_in_step(
                 max(head.num_classes, 1), head.centers, head.sample_rate, shards, round(batch * share)

@@ -15,9 +15,11 @@ from plsc.parallel import Mesh
 from plsc.parallel.strategies import Strategy
 from plsc.parallel.strategies.ddp import GradientExchange
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each of them imports this module, or its package
     from plsc.train.checkpoint_reader import StoredCheckpoint
-    from plsc.train.components import TrainComponents  # which imports this module
+    from plsc.train.class_loss import ClassLoss
+    from plsc.train.components import TrainComponents
+    from plsc.train.tables import TrainedTable
 
 
 class Feature:
@@ -51,6 +53,10 @@ class Feature:
     def exchange(self, backbone: nn.Module, mesh: Mesh) -> GradientExchange | None:
         """Return what takes the place of the exchange of gradients; several ranks, which all call."""
         return None
+
+    def class_loss(self, tables: "Sequence[TrainedTable]", strategy: Strategy) -> "ClassLoss":
+        """Return what takes the place of the loss of a run's only class table."""
+        raise NotImplementedError
 
     def set_up(self, components: "TrainComponents", *, exact: bool) -> None:
         """Take over the components, which are whole; every rank calls.

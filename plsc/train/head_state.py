@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.data.joined import JoinedDataset
 from plsc.errors import IntegrityError, UsageError
 from plsc.feature_config import keeper_of_tables
 from plsc.head.dynamic_head import DynamicHead
@@ -128,9 +127,7 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
 
     keeper = components.keeper
     is_back = keeper is not None and keeper.take_first(goes_on=goes_on)
-    dataset = components.dataset
-    parts = dataset.parts if isinstance(dataset, JoinedDataset) else [dataset]
-    for table, part in zip(components.tables, parts, strict=True):
+    for table, part in zip(components.tables, components.dataset.parts, strict=True):
         if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
             insert_first_rows(table.head, source)  # again: rows may be back, and no checkpoint has their keys yet
         elif source and not is_back:

@@ -171,7 +171,7 @@ def header(
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
     size = config.data.preprocessing.image_size
     pixels = size if isinstance(size, int) else size_text(size)
-    source = dataset.source if config.table else config.data.train
+    source = dataset.source if components.tables[0].name else config.data.train
     lines = {
         "data": f"{images} from {source}, {pixels} px, augment {config.data.augment}",
         "pixels": _pixels(config.data),
@@ -244,7 +244,7 @@ def _head(table: TrainedTable, components: TrainComponents) -> str:
         described = f"{counted(head.num_classes, 'class')} by name, at most {options.max_classes:,}; {described}"
     if not table.name:
         return described
-    share = table.of.batch_share / sum(each.of.batch_share for each in components.tables)
+    share = table.of.share / sum(each.of.share for each in components.tables)
     classes = counted(head.num_classes, "class")
     rate = peak_rates(table.of.config, components.strategy.data_ranks)[1]
     return f"{classes}, {share:.3g} of a batch, loss weight {table.of.loss_weight:g}, lr {rate:g}, {described}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from plsc import config as configuration
-from plsc.config import Config, table_configs
+from plsc.config import Config, class_tables
 from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Units, low_precision_speed, low_precision_units, shared_units
@@ -148,7 +148,7 @@ def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool)
         start = f"backbone from init_weights = {config.init_weights}; {anew}"
     else:
         start = f"random weights of seed {config.seed}"
-    for table in table_configs(config):
+    for table in class_tables(config):
         if stored is None and (source := table.config.head.init_rows):
             start += f"; class table {table.name}{' ' if table.name else ''}from head.init_rows = {source}"
     return f"restarted by torchrun: {start}" if restarted else start

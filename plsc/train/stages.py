@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from plsc.config import Config, begins_course, changes_of, make_margin, stage_configs, table_configs
+from plsc.config import Config, begins_course, changes_of, class_tables, make_margin, stage_configs
 from plsc.errors import UsageError
 from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
@@ -97,7 +97,7 @@ class RunSchedule:
         Optimizers, gradients' exchange and the data's order stay.
         """
         components, config = self._components, self._configs[stage]
-        for table, of in zip(components.tables, table_configs(config), strict=True):
+        for table, of in zip(components.tables, class_tables(config), strict=True):
             table.head.set_margin(make_margin(of.config.head))
             table.head.set_sample_rate(of.config.head.sample_rate)
         components.loader.augment = config.data.augment
@@ -107,7 +107,7 @@ class RunSchedule:
     def _peak_rates(self, config: Config) -> list[float]:
         """The peak rates of backbone and class tables in a stage."""
         ranks = self._components.strategy.data_ranks
-        of_tables = [peak_rates(table.config, ranks)[1] for table in table_configs(config)]
+        of_tables = [peak_rates(table.config, ranks)[1] for table in class_tables(config)]
         return [peak_rates(config, ranks)[0], *of_tables]
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plsc import config as configuration
-from plsc.config import FEATURES, Config, table_configs
+from plsc.config import FEATURES, Config, class_tables
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.feature_config import feature_states, section_class
 from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -160,7 +160,7 @@ def _check_state(stored: StoredCheckpoint) -> None:
 
 
 def _check_config(before: dict[str, Any], config: Config) -> None:
-    before_tables, tables = table_configs(stored_config(before)), table_configs(_with_contract(config))
+    before_tables, tables = class_tables(stored_config(before)), class_tables(_with_contract(config))
     names = [", ".join(table.name for table in found) or "none" for found in (before_tables, tables)]
     if names[0] != names[1]:
         raise UsageError(

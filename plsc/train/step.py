@@ -1,14 +1,12 @@
 """One optimizer step: forward, loss and backward over its micro-batches, a vote of all ranks, the update."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plsc.data.loader import PartOfBatch, TrainLoader
 from plsc.losses.margins import State
 from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
@@ -17,27 +15,7 @@ from plsc.parallel.step_timeline import BACKBONE, HEAD, OPTIMIZER, step_part
 from plsc.parallel.strategies import Weight
 from plsc.train.components import TrainComponents
 from plsc.train.feature import overriding
-from plsc.train.tables import TrainedTable
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """This rank's ``images`` uint8 (b, 3, S, S) and ``labels`` (b,) of a global batch, of which ranks have ``sizes``.
-
-    Both lie on the CPU, in pinned memory where a GPU computes. ``indices`` (b,) are the images' in the data set.
-    ``tables`` are the batches of several class tables; of a run's only table there are none.
-    """
-
-    images: Tensor
-    labels: Tensor
-    sizes: Sequence[int]
-    indices: Sequence[int] = ()
-    tables: Sequence["TableBatch"] = ()
-
-    @property
-    def size(self) -> int:
-        """Samples of the global batch."""
-        return sum(self.sizes)
+from plsc.train.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -57,49 +35,6 @@ class StepResult:
     stop: int
     table_losses: dict[str, float]
     feature_losses: dict[str, float]
-
-
-class TableBatch(NamedTuple):
-    """A class table's part of a micro-batch: which ``rows`` (n,) of this rank's, with ``labels`` of its own classes.
-
-    ``sizes`` are the samples of each rank.
-    """
-
-    rows: Tensor
-    labels: Tensor
-    sizes: Sequence[int]
-
-
-def micro_batches(loader: TrainLoader, accumulate: int, tables: Sequence[TrainedTable]) -> Iterator[list[MicroBatch]]:
-    """The rest of the loader's epoch in groups of ``accumulate``; the last group may be shorter.
-
-    When a group is yielded, the loader's position is the one after it.
-    """
-    group: list[MicroBatch] = []
-    for images, labels in loader:
-        of_tables = table_batches(labels, loader.parts, tables) if len(tables) > 1 else []
-        group.append(MicroBatch(images, labels, loader.sizes, loader.indices, of_tables))
-        if len(group) == accumulate:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def table_batches(labels: Tensor, parts: Sequence[PartOfBatch], tables: Sequence[TrainedTable]) -> list[TableBatch]:
-    """Split ``labels`` of all tables' classes, and pin what a GPU is to read where they are pinned."""
-    found = []
-    for part, table in zip(parts, tables, strict=True):
-        rows = _pinned_as(labels, torch.from_numpy(part.rows))
-        own = labels[rows]
-        found.append(
-            TableBatch(rows, _pinned_as(labels, torch.where(own >= 0, own - table.first_class, -1)), part.sizes)
-        )
-    return found
-
-
-def _pinned_as(labels: Tensor, values: Tensor) -> Tensor:
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=labels.is_pinned()).copy_(values)
 
 
 @dataclass(frozen=True)
@@ -174,15 +109,16 @@ class Stepper:
         self._unclipped = [weight for weight in trained if weight.parameter in clipped_locally]
         self.statistics = RunningStatistics(components.strategy.backbone.buffers())
         self._preprocessing = components.config.data.preprocessing
-        weights = [table.of.loss_weight for table in components.tables]
+        weights = self._weights = [table.of.loss_weight for table in components.tables]
         features = list(components.features.values())
         self._adding = [feature for feature in features if feature.loss_name]
-        weights += [feature.loss_weight for feature in self._adding]
+        weights = [*weights, *(feature.loss_weight for feature in self._adding)]
         # what rare features do in a step: nothing is called where none is on
         self._begins = overriding(features, "begin_step")
         self._before_update = overriding(features, "before_update")
         self._commits = overriding(features, "commit_or_undo")
         self._loss_weights = torch.tensor(weights, dtype=torch.float64, device=components.mesh.device)
+        self._is_sum = weights != [1.0]
         self._warm_up()
 
     def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> EnqueuedStep:
@@ -265,46 +201,18 @@ class Stepper:
     ) -> Tensor:
         """Return what is differentiated of a micro-batch, scaled: its share of each loss, with the weight."""
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
-        terms = []
+        terms, class_loss = [], self.components.class_loss
         with step_part(HEAD):
-            for number, table in enumerate(self.components.tables):
-                own, samples = (embeddings, labels, sizes), [each.size for each in group]
-                if batch.tables:
-                    rows, own_labels, of_ranks = batch.tables[number]
-                    own = (embeddings[rows.to(embeddings.device, non_blocking=True)], own_labels, of_ranks)
-                    samples = [sum(each.tables[number].sizes) for each in group]
-                if any(own[2]):
-                    share = sum(own[2]) / sum(samples)
-                    loss = table.head(*own)
-                    totals[number].add_(loss.detach().double() * share)
-                    terms.append(loss * (share * table.of.loss_weight))
+            for number, loss, share in class_loss.losses(embeddings, labels, sizes, batch, group):
+                totals[number].add_(loss.detach().double() * share)
+                terms.append(loss * (share * self._weights[number]))
             for number, feature in enumerate(self._adding, start=len(self.components.tables)):
                 loss, of_step = feature.loss(embeddings, labels, sizes)
                 totals[number].add_(loss.detach().double() * of_step)
                 terms.append(loss * (of_step.to(loss.dtype) * feature.loss_weight))
-            self._prefetch(upcoming)
+            class_loss.prefetch(self.components.loader, upcoming)
         scaled: Tensor = self.components.scaler.scale(sum(terms[1:], terms[0]))
         return scaled
-
-    def _prefetch(self, upcoming: MicroBatch | None) -> None:
-        """Prefetch the next batch's rows of tables that are not on the device, during this batch's backward pass.
-
-        ``upcoming`` is that batch where the group holds it; else the loader knows its labels.
-        """
-        loader, tables = self.components.loader, self.components.tables
-        if not self.components.strategy.prefetches or all(table.head.placement == "device" for table in tables):
-            return
-        labels = loader.next_labels if upcoming is None else upcoming.labels
-        if labels is None:
-            return
-        if len(tables) == 1:  # whose batch a strategy may split otherwise than the loader
-            sizes = (loader.next_sizes or []) if upcoming is None else upcoming.sizes
-            tables[0].head.prefetch(*self.components.strategy.head_share(labels, sizes))
-            return
-        batches = table_batches(labels, loader.next_parts or [], tables) if upcoming is None else upcoming.tables
-        for table, (_, own, of_ranks) in zip(tables, batches, strict=True):
-            if table.head.placement != "device" and any(of_ranks):
-                table.head.prefetch(own, of_ranks)
 
     def _seed(self, number: int) -> None:
         """Seed dropout and its like by (seed, step, data rank), so that resuming needs no generator's state."""
@@ -356,8 +264,7 @@ class Stepper:
         """Agree with all ranks whether this step goes through, on the largest signal that any has received, and
         send the step's loss, its norm and the single losses to the host along with that.
         """
-        is_sum = self.components.config.table or len(losses) > 1
-        loss = (losses * self._loss_weights).sum() if is_sum else losses[0]
+        loss = (losses * self._loss_weights).sum() if self._is_sum else losses[0]
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         for head in self.components.head_optimizers:
             bad = bad | (head.not_finite() != 0)

@@ -21,8 +21,9 @@ from plsc.data.dataset import ImageDataset
 from plsc.errors import PlscError
 from plsc.files import atomic_write, write_json
 from plsc.parallel import Mesh
+from plsc.train.micro_batches import MicroBatch
 from plsc.train.state import Position
-from plsc.train.step import EnqueuedStep, MicroBatch, StepResult
+from plsc.train.step import EnqueuedStep, StepResult
 
 FOLDER = "non_finite"
 IMAGES = 1024  # of a step, on all ranks, that are drawn; the list names all

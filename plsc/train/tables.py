@@ -7,9 +7,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from plsc.config import Config, DataConfig, TableConfig, make_margin, table_configs
+from plsc.config import ClassTable, Config, DataConfig, class_tables, make_margin
 from plsc.data import ImageDataset, open_dataset
-from plsc.data.joined import JoinedDataset
 from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
 from plsc.errors import UsageError
@@ -33,7 +32,7 @@ class TrainedTable:
         first_class: the number of its first class among those of all tables, as the data has them.
     """
 
-    of: TableConfig
+    of: ClassTable
     head: ShardedHead
     optimizer: HeadOptimizer
     first_class: int = 0
@@ -48,28 +47,15 @@ def open_training_data(config: Config) -> ImageDataset:
     """Open the images of all class tables; raises as :func:`plsc.data.open_dataset` does.
 
     With data.labels, they are the images and the order that ``plsc embed`` takes.
-
-    Raises:
-        UsageError: besides, a table has fewer rows than its data has classes.
     """
-    tables = table_configs(config)
-    if not config.table:
-        return _open_data(config.data)
-    parts = {table.name: _open_data(table.config.data) for table in tables}
-    for table in tables:
-        if table.classes is not None and table.classes < (needed := parts[table.name].num_classes):
-            raise UsageError(
-                f"table {table.name} has classes = {table.classes:,}, and {table.config.data.train} "
-                f"{counted(needed, 'class')}; leave classes out"
-            )
-    classes = [table.classes or parts[table.name].num_classes for table in tables]
-    return JoinedDataset(parts, [table.batch_share for table in tables], classes)
+    for section in config.features_on:
+        if (joined := section.open_data(config, _open_data)) is not None:
+            return joined
+    return _open_data(config.data)
 
 
 def classes_of(dataset: ImageDataset) -> list[int]:
     """The number of classes of each class table."""
-    if not isinstance(dataset, JoinedDataset):
-        return [dataset.num_classes]
     return [stop - first for first, stop in pairwise(dataset.first_classes)]
 
 
@@ -95,9 +81,9 @@ def _open_data(data: DataConfig) -> ImageDataset:
 
 def make_tables(config: Config, dataset: ImageDataset, strategy: Strategy, *, exact: bool) -> list[TrainedTable]:
     """The class tables, each with another seed: tables of one seed would begin with the same rows."""
-    firsts = dataset.first_classes if isinstance(dataset, JoinedDataset) else [0, dataset.num_classes]
     tables = []
-    for number, (of, (first, stop)) in enumerate(zip(table_configs(config), pairwise(firsts), strict=True)):
+    firsts = pairwise(dataset.first_classes)
+    for number, (of, (first, stop)) in enumerate(zip(class_tables(config), firsts, strict=True)):
         own = dataclasses.replace(of.config, seed=config.seed + number)
         head = _head_of(own, stop - first, strategy, exact=exact)
         if isinstance(head, DynamicHead):

@@ -25,6 +25,7 @@ from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
 from plsc.train.failures import Interrupted, SlowRanks, StopRequest, monitor_ranks
 from plsc.train.head_state import begin_tables, flush_tables, forget_tables
 from plsc.train.metrics import Logger, MetricsLog
+from plsc.train.micro_batches import MicroBatch, micro_batches
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
 from plsc.train.report import RunReport, StepProgress, append_to_log, closing_lines, data_warnings, header
@@ -43,7 +44,7 @@ from plsc.train.resumption import (
 )
 from plsc.train.stages import RunSchedule
 from plsc.train.state import Position, capture, restore
-from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
+from plsc.train.step import Stepper, StepResult
 from plsc.train.step_results import KeptBatches, StepResults
 from plsc.train.tables import open_training_data
 
@@ -280,7 +281,8 @@ class Trainer:
         """The micro-batches of each step that is left, through all epochs and stages."""
         while not self.schedule.is_finished:
             self._at("data of step")
-            for group in micro_batches(self.components.loader, self.config.optim.accumulate, self.components.tables):
+            split = self.components.class_loss.split
+            for group in micro_batches(self.components.loader, self.config.optim.accumulate, split):
                 yield group
                 self._at("data of step")
                 if self.schedule.is_finished:

@@ -13,10 +13,10 @@ from plsc.data import ImageDataset, identity, open_dataset
 from plsc.data.alignment import AlignedImages
 from plsc.data.convert import convert
 from plsc.data.identity import contents_id, file_stamps, samples, samples_id
-from plsc.data.joined import JoinedDataset
 from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
 from plsc.errors import DataError
+from plsc.features.tables.joined import JoinedDataset
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from plsc.data import ImageDataset, TrainLoader, open_dataset
 from plsc.data.alignment import AlignedImages
 from plsc.data.convert import convert
 from plsc.data.image_cache import open_cache
-from plsc.data.joined import JoinedDataset
 from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
 from plsc.errors import DataError, UsageError
+from plsc.features.tables.joined import JoinedDataset
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from support.numbered_images import Numbered
 
 from plsc.data import TrainLoader
-from plsc.data.joined import JoinedDataset
 from plsc.data.mixture import Mixture
 from plsc.errors import DataError, UsageError
+from plsc.features.tables.joined import JoinedDataset
 
 
 @settings(deadline=None, max_examples=100)

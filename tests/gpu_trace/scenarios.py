@@ -16,11 +16,13 @@ from gpu_trace.tracer import Counts, Tracer, place_of, traced
 from gpu_trace.triton_launches import launches_recorded
 from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
-from plsc.config import Config, TableConfig, margin_keys, table_configs
+from plsc.config import ClassTable, Config, class_tables, margin_keys
 from plsc.data.loader import PartOfBatch, TrainLoader
+from plsc.features.tables.losses import TableBatch
 from plsc.models import backbone, vit
 from plsc.parallel.step_timeline import StepTimeline
-from plsc.train.step import MicroBatch, Stepper, TableBatch
+from plsc.train.micro_batches import MicroBatch
+from plsc.train.step import Stepper
 
 SMALL = {
     "backbone": "resnet8",
@@ -83,9 +85,9 @@ class Scenario:
             return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
 
     @property
-    def tables(self) -> list[TableConfig]:
+    def tables(self) -> list[ClassTable]:
         """Its class tables; none where there is one alone."""
-        return table_configs(self.config) if self.config.table else []
+        return class_tables(self.config) if self.config.table else []
 
     @property
     def rows(self) -> int:
@@ -231,7 +233,7 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
         components = build(config, counts or scenario.classes, mesh)
         data_rank = components.strategy.data_rank
         group = [_micro_batch(scenario, sizes, data_rank) for _ in range(config.optim.accumulate)]
-        parts = [PartOfBatch(np.arange(len(rows)), list(of_ranks)) for rows, _, of_ranks in group[0].tables]
+        parts = [PartOfBatch(np.arange(len(rows)), list(of_ranks)) for rows, _, of_ranks in group[0].split or []]
         components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes, parts))
         try:
             _train(Stepper(components), tracer, group, scenario.steps)
@@ -269,9 +271,9 @@ def _micro_batch(scenario: Scenario, sizes: list[int], rank: int) -> MicroBatch:
     widths = (scenario.labels,) if scenario.labels else ()
     labels = torch.zeros(sizes[rank], *widths, dtype=torch.int64, pin_memory=True)
     tables = []
-    shares = sum(table.batch_share for table in scenario.tables)
+    shares = sum(table.share for table in scenario.tables)
     for table in scenario.tables:
-        of_ranks = [round(size * table.batch_share / shares) for size in sizes]
+        of_ranks = [round(size * table.share / shares) for size in sizes]
         rows, own = (torch.zeros(of_ranks[rank], dtype=torch.int64, pin_memory=True) for _ in range(2))
         tables.append(TableBatch(rows, own, of_ranks))
-    return MicroBatch(images, labels, sizes, tables=tables)
+    return MicroBatch(images, labels, sizes, split=tables or None)

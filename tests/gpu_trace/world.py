@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
+from plsc.data.joined import JoinedDataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,9 +22,8 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_trace.tracer import Tracer
-from plsc.config import Config, table_configs
+from plsc.config import Config, class_tables
 from plsc.data.dataset import ImageDataset
-from plsc.data.joined import JoinedDataset
 from plsc.head import class_table
 from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
@@ -166,7 +166,7 @@ def build(config: Config, classes: int | dict[str, int], mesh: Mesh) -> TrainCom
         dataset: ImageDataset = BlankImages(classes, images, size)
     else:
         parts = {name: BlankImages(count, images, size) for name, count in classes.items()}
-        shares = [table.batch_share for table in table_configs(config)]
+        shares = [table.share for table in class_tables(config)]
         dataset = JoinedDataset(parts, shares, list(classes.values()))
     with patch("plsc.train.components.on_main", lambda work, mesh: {}):  # no rank tells the others of names here
         return components.build(config, dataset, mesh)

@@ -203,10 +203,10 @@ TRAINING = (
     ),
     Defect(
         "every table learns from the first images of the batch",
-        "plsc/train/step.py",
-        "embeddings[rows.to(embeddings.device, non_blocking=True)]",
-        "embeddings[: len(rows)]",
-        ("tests/train/test_tables_train.py",),
+        "plsc/features/tables/losses.py",
+        "embeddings[rows], part.labels",
+        "embeddings[: len(rows)], part.labels",
+        ("tests/features/tables/test_tables_train.py",),
     ),
     Defect(
         "a part of a mixture begins anew in every epoch",

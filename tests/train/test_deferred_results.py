@@ -50,6 +50,7 @@ def operations(mesh: Any, changes: dict[str, Any]) -> tuple[list[str], list[str]
     from plsc import config
     from plsc.train import step
     from plsc.train.components import build
+    from plsc.train.micro_batches import micro_batches
     from plsc.train.tables import open_training_data
 
     register_tiny()
@@ -71,7 +72,7 @@ def operations(mesh: Any, changes: dict[str, Any]) -> tuple[list[str], list[str]
     with LATE, spying[0], spying[1], patch.dict(os.environ, PLSC_HEAD_BACKEND="torch"):
         components = build(configuration, open_training_data(configuration), mesh)
         stepper = step.Stepper(components)
-        groups = step.micro_batches(components.loader, configuration.optim.accumulate, components.tables)
+        groups = micro_batches(components.loader, configuration.optim.accumulate, components.class_loss.split)
         for number in range(2):
             stepper.step(next(groups), number)
         group = next(groups)

@@ -67,7 +67,7 @@ class CompatibleConfig(FeatureConfig):
         )
         optim = OptimConfig(accumulate=run.config.optim.accumulate)
         config = replace(run.config, head=own, optim=optim)
-        of_table = {"name": "compatible.with", "fixed": "old class centres", "placement": "device", "batch_share": 1.0}
+        of_table = {"name": "compatible.with", "fixed": "old class centres", "placement": "device", "share": 1.0}
         return [replace(run, config=config, classes=classes, **of_table)]  # type: ignore[arg-type]
 
     def make(self, run: "Config") -> "Compatible":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plsc.config import from_dict, load, table_configs
+from plsc.config import class_tables, from_dict, load
 from plsc.errors import UsageError
 from plsc.features.labels.config import LabelsConfig
 from plsc.features.negative_filter.config import NegativeFilterConfig
@@ -25,7 +25,7 @@ def test_each_table_may_have_its_own():
         {"name": "plain", "data": {"train": "avatars:4x2"}},
         {"name": "scenes", "data": {"train": "avatars:4x2"}, "labels": {"positives": "kept"}, "negative_filter": 0.5},
     ]
-    plain, scenes = (table.config for table in table_configs(from_dict({"steps": 1, "table": tables})))
+    plain, scenes = (table.config for table in class_tables(from_dict({"steps": 1, "table": tables})))
     assert not plain.features
     assert scenes.section(LabelsConfig).positives == "kept"
     assert scenes.section(NegativeFilterConfig).cosine == 0.5

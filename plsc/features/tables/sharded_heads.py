@@ -77,8 +77,17 @@ class ShardedHeads(nn.Module):
             raise UsageError(f"there is no table {unknown[0]!r}; the tables are {', '.join(self.loss_weights)}")
         if not batches:
             raise UsageError(f"no table has a batch; the tables are {', '.join(self.loss_weights)}")
-        return {
-            name: head(*batches[name], None if sizes is None else sizes[name])
-            for name, head in self.heads.items()
-            if name in batches
-        }
+        return losses_of(dict(self.heads.items()), batches, sizes)
+
+
+def losses_of(
+    heads: Mapping[str, nn.Module],
+    batches: Mapping[str, tuple[Tensor, Tensor]],
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Tensor]:
+    """The mean loss of each head that has a batch, in the heads' order; arguments as of :class:`ShardedHeads`."""
+    return {
+        name: head(*batches[name], None if sizes is None else sizes[name])
+        for name, head in heads.items()
+        if name in batches
+    }

@@ -22,19 +22,16 @@ class JoinedDataset(ImageDataset):
         parts: data sets of one image size, by names.
         shares: of each batch, in relation to each other.
         classes: of each part; more than its data set has are classes without an image.
-
-    Attributes:
-        first_classes: the first class of each part, and the number of all classes.
     """
 
     def __init__(self, parts: Mapping[str, ImageDataset], shares: Sequence[float], classes: Sequence[int]) -> None:
         datasets = list(parts.values())
-        self.parts, self.names, self.shares = datasets, list(parts), tuple(shares)
-        self.first_classes = [0, *np.cumsum(classes).tolist()]
+        self._parts, self.names, self.shares = datasets, list(parts), tuple(shares)
+        self._first_classes = [0, *np.cumsum(classes).tolist()]
         self._first_images = [0, *np.cumsum([len(part) for part in datasets]).tolist()]
-        names = _JoinedNames(self.names, [part.class_names for part in datasets], self.first_classes)
+        names = _JoinedNames(self.names, [part.class_names for part in datasets], self._first_classes)
         source = ", ".join(dict.fromkeys(part.source for part in datasets))
-        super().__init__(source, _joined_labels(datasets, self.first_classes), names, datasets[0].image_size)
+        super().__init__(source, _joined_labels(datasets, self._first_classes), names, datasets[0].image_size)
         self.interpolation = datasets[0].interpolation
         if any((part.image_size, part.interpolation) != (self.image_size, self.interpolation) for part in datasets):
             raise UsageError("data sets that train together have images of one size")
@@ -46,40 +43,50 @@ class JoinedDataset(ImageDataset):
         self.alignment = "".join(f"{part.source}={part.alignment}\n" for part in datasets)
 
     @property
+    def parts(self) -> Sequence[ImageDataset]:
+        """The data sets, in their order."""
+        return self._parts
+
+    @property
+    def first_classes(self) -> Sequence[int]:
+        """See :attr:`ImageDataset.first_classes`."""
+        return self._first_classes
+
+    @property
     def mixture(self) -> Mixture:
         """How an epoch mixes the parts."""
-        return Mixture(tuple(len(part) for part in self.parts), self.shares)
+        return Mixture(tuple(len(part) for part in self._parts), self.shares)
 
     def picture(self, index: int) -> torch.Tensor:
         """Return the image in its stored size."""
         part, own = self._part_of(index)
-        return self.parts[part].picture(own)
+        return self._parts[part].picture(own)
 
     def image(self, index: int) -> torch.Tensor:
         """Return the image, resized as its data set does it."""
         part, own = self._part_of(index)
-        return self.parts[part].image(own)
+        return self._parts[part].image(own)
 
     def key(self, index: int) -> str:
         """Return the image's own key, after the name of its part."""
         part, own = self._part_of(index)
-        return f"{self.names[part]}: {self.parts[part].key(own)}"
+        return f"{self.names[part]}: {self._parts[part].key(own)}"
 
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the parts' own, after their names."""
         return [
             f"{self.names[part]}: {text}"
             for part, first, last in self._parts_in(start, stop)
-            for text in self.parts[part].sample_ids(first, last)
+            for text in self._parts[part].sample_ids(first, last)
         ]
 
     def stamps(self, start: int, stop: int) -> bytes:
         """Return the parts' own."""
-        return b"".join(self.parts[part].stamps(first, last) for part, first, last in self._parts_in(start, stop))
+        return b"".join(self._parts[part].stamps(first, last) for part, first, last in self._parts_in(start, stop))
 
     def save_label_map(self, path: Path) -> None:
         """Write what other data sets do, and ``"tables"``: the first class of each part and the one behind its last."""
-        ranges = dict(zip(self.names, zip(self.first_classes, self.first_classes[1:], strict=False), strict=True))
+        ranges = dict(zip(self.names, zip(self._first_classes, self._first_classes[1:], strict=False), strict=True))
         write_json(path, {"source": self.source, "tables": ranges, "classes": list(self.class_names)})
 
     def _part_of(self, index: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_runs import Killable, assert_same_losses, refusal, run, stored
 
-from plsc.config import from_dict, load, table_configs, to_dict, to_toml
+from plsc.config import class_tables, from_dict, load, to_dict, to_toml
 from plsc.errors import PlscError, UsageError
 from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import describe_checkpoint
@@ -136,7 +136,7 @@ def test_a_configuration_of_tables_survives_its_file(tmp_path: Path) -> None:
     config = load(None, {"table": tables(tmp_path), "head.s": 32.0, "optim.head_lr": 0.3})
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert load(tmp_path / "config.toml") == config == from_dict(to_dict(config))
-    of = table_configs(config)
+    of = class_tables(config)
     assert [table.config.head.margin for table in of] == ["arcface", "cosface", "arcface"]
     assert [table.config.optim.head_lr for table in of] == [0.3, 0.02, 0.3]
     assert {table.config.head.s for table in of} == {32.0}

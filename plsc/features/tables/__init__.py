@@ -1,0 +1,1 @@
+"""Several class tables over one backbone, each with data, classes and a margin of its own."""
