@@ -310,9 +310,9 @@ TRAINING = (
     ),
     Defect(
         "a short micro-batch counts as much as a whole one",
-        "plsc/train/step.py",
-        "share = sum(own[2]) / sum(samples)",
-        "share = 1 / max(round(sum(samples) / sum(own[2])), 1)",
+        "plsc/train/class_loss.py",
+        "share = sum(sizes) / sum(each.size for each in group)",
+        "share = 1 / len(group)",
         ("tests/train/test_trainer.py",),
     ),
     Defect(
