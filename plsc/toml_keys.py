@@ -22,6 +22,8 @@ from plsc.extensions import Registry
 from plsc.nearest import did_you_mean
 from plsc.text_files import parse_toml
 
+_Options = typing.TypeVar("_Options")
+
 
 def key(default: Any, choices: Sequence[str] = (), **options: Any) -> Any:
     """A field of a schema, whose meaning its class's docstring says under "Attributes:".
@@ -227,6 +229,13 @@ def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
         for name, hint, doc, entry in fields_of(schema, prefix)
         if isinstance(entry, Key)
     }
+
+
+def options_of(kind: type[_Options], section: Any, **others: Any) -> _Options:
+    """Options of a dataclass ``kind``: those that are keys of a ``section`` by their values there, and ``others``."""
+    keys = {field.name for field in dataclasses.fields(section)}
+    named = [field.name for field in dataclasses.fields(typing.cast(type, kind)) if field.name in keys]
+    return kind(**{name: getattr(section, name) for name in named} | others)
 
 
 def _meanings(schema: type) -> dict[str, str]:

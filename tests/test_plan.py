@@ -465,4 +465,4 @@ def test_classes_of_tables_stand_in_the_tables(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "run.toml")]) == 2
     assert "absent.rec is not here to count its classes; give classes in table a" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "run.toml"), "--classes", "1000"]) == 2
-    assert "--classes is of a single table; give classes in each [[table]]" in capsys.readouterr().err
+    assert "--classes is of a single table; give each table its own classes" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[list[int], int | 
     """Classes of each table, and images of an epoch: as given, else the data's."""
     tables = configuration.class_tables(config)
     if args.classes is not None and tables[0].name:
-        raise UsageError("--classes is of a single table; give classes in each [[table]]")
+        raise UsageError("--classes is of a single table; give each table its own classes")
     given = [table.classes if args.classes is None else args.classes for table in tables]
     known = [count for count in given if count is not None]
     if len(known) == len(given):

@@ -1,11 +1,11 @@
 """The keys of [parallel]: placement of the backbone on the ranks, and the exchange of gradients or weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
-from plsc.toml_keys import key
+from plsc.toml_keys import key, options_of
 
 if TYPE_CHECKING:
     from plsc.config.sections import Config  # which imports this module
@@ -85,8 +85,7 @@ class ParallelConfig:
         """The strategy that the section describes, whose numbers are the keys of the same names."""
         from plsc.parallel.strategies import StrategyOptions
 
-        numbers = [field.name for field in fields(StrategyOptions) if field.name != "name"]
-        return StrategyOptions(self.strategy, **{name: getattr(self, name) for name in numbers})
+        return options_of(StrategyOptions, self, name=self.strategy)
 
     @property
     def delays_gradients(self) -> bool:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from plsc.parallel.collectives import all_gather_object, on_main, raise_on_all_r
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
+from plsc.toml_keys import options_of
 from plsc.train.class_loss import ClassLoss
 from plsc.train.feature import Feature, TableKeeper, overriding
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
@@ -42,7 +43,6 @@ _IGNORED_LOGS = {
     "torch._dynamo.variables.ctx_manager": "Profiler record function",
     "torch.utils.cpp_extension": "No CUDA runtime",
 }
-_Options = TypeVar("_Options", ExchangeOptions, Hyperparameters)
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -233,12 +233,6 @@ def _strategy(config: Config, features: Iterable[Feature], mesh: Mesh) -> Strate
     return found or make_strategy(options, mesh, offload=config.parallel.offload)
 
 
-def _options(kind: type[_Options], section: object, **others: Any) -> _Options:
-    """Options of a dataclass ``kind``: a section's values of the same names, and ``others``."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: getattr(section, name) for name in names if hasattr(section, name)} | others)
-
-
 def optimizer_steps(config: Config, steps: int) -> int:
     """Optimizer steps of so many steps of the loader, up to an epoch's end."""
     return -(-steps // config.optim.accumulate)
@@ -258,7 +252,7 @@ def _exchange(
 def exchange_options(config: Config, dgc_warmup_steps: int = 0) -> ExchangeOptions:
     """The options of ``parallel.comm_hook``; a warm-up, counted in epochs there, given in steps."""
     clip_norm = config.optim.clip_norm
-    return _options(ExchangeOptions, config.parallel, dgc_warmup_steps=dgc_warmup_steps, clip_norm=clip_norm)
+    return options_of(ExchangeOptions, config.parallel, dgc_warmup_steps=dgc_warmup_steps, clip_norm=clip_norm)
 
 
 def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) -> Wrapping:
@@ -351,7 +345,7 @@ def _named_groups(config: Config, backbone: nn.Module, strategy: Strategy) -> li
 def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """Return what makes the backbone's optimizer of parameter groups."""
     device = strategy.mesh.device
-    values = _options(
+    values = options_of(
         Hyperparameters,
         config.optim,
         lr=peak_rates(config, strategy.data_ranks)[0],

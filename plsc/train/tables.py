@@ -13,12 +13,14 @@ from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
 from plsc.errors import UsageError
 from plsc.head.dynamic_head import DynamicHead
+from plsc.head.options import TableOptions
 from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.optim.schedules import scaled_lr
 from plsc.parallel import Mesh
 from plsc.parallel.strategies import Strategy
 from plsc.progress import counted
+from plsc.toml_keys import options_of
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,16 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
             )
         own = {name: getattr(head, name) for name in ("first_rows", "admit_after", "expire_after")}
         kind, num_classes = partial(DynamicHead, **own), head.max_classes
-    names = ["sample_rate", "momentum_dtype", "centers", "placement", "fp32_precision"]
     of_features = {name: value for section in config.features for name, value in section.head_options().items()}
     return kind(
         config.embedding_dim,
         num_classes,
         mesh,
         make_margin(head),
+        sample_rate=head.sample_rate,
         weight_dtype="float64" if exact and head.weight_dtype == "float32" else head.weight_dtype,
-        seed=config.seed,
-        **{name: getattr(head, name) for name in names},
+        momentum_dtype=head.momentum_dtype,
+        options=[options_of(TableOptions, head, seed=config.seed)],
         **of_features,
     )
 

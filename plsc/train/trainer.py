@@ -11,42 +11,26 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError
-from plsc.files import make_folder
-from plsc.loggers import LoggedRun, check_loggers
+from plsc.loggers import LoggedRun
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import on_main, raise_on_all_ranks
+from plsc.parallel.collectives import raise_on_all_ranks
 from plsc.parallel.rank_monitor import RankMonitor
 from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
-from plsc.train.components import build, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
-from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
+from plsc.train.evaluate import RunEvaluation, last_weights_writer
 from plsc.train.failures import Interrupted, SlowRanks, StopRequest, monitor_ranks
-from plsc.train.head_state import begin_tables, flush_tables, forget_tables
+from plsc.train.head_state import flush_tables, forget_tables
 from plsc.train.metrics import Logger, MetricsLog
 from plsc.train.micro_batches import MicroBatch, micro_batches
+from plsc.train.opening import OpenedRun, open_run
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
 from plsc.train.report import RunReport, StepProgress, append_to_log, closing_lines, data_warnings, header
-from plsc.train.resumption import (
-    after_restart,
-    check_folder,
-    check_groups,
-    current_launch,
-    find_checkpoint,
-    resolve_precision,
-    resumption_lines,
-    slow_precision,
-    start_text,
-    was_begun,
-    write_descriptions,
-)
-from plsc.train.stages import RunSchedule
-from plsc.train.state import Position, capture, restore
+from plsc.train.resumption import slow_precision
+from plsc.train.state import capture
 from plsc.train.step import Stepper, StepResult
 from plsc.train.step_results import KeptBatches, StepResults
-from plsc.train.tables import open_training_data
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
 # What a rank is at, in the order of a step; ranks may work alone for long where it is not of the step itself.
@@ -97,7 +81,7 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGUSR1 came; a checkpoint was written first.
     """
     with StopRequest(tell=mesh.is_main and not quiet) as stop:
-        trainer = Trainer(config, mesh, Path(out), resume, quiet, notes, loggers)
+        trainer = Trainer.open(config, mesh, Path(out), resume, quiet, notes, loggers)
         try:
             with report_killed_workers(), trainer.timeline.active(), trainer.monitored(on_hang):
                 return trainer.run(stop)
@@ -115,8 +99,9 @@ def train(
 class Trainer:
     """One rank's part of a training run."""
 
-    def __init__(
-        self,
+    @classmethod
+    def open(
+        cls,
         config: Config,
         mesh: Mesh,
         out: Path,
@@ -124,44 +109,29 @@ class Trainer:
         quiet: bool,
         notes: Sequence[str] = (),
         loggers: Sequence[Logger] = (),
-    ) -> None:
-        check_groups(config, mesh)
-        config = raise_on_all_ranks(mesh, lambda: with_preprocessing(config))
-        self.mesh, self.out = mesh, out
-        launch = current_launch(mesh)
-        restarted, resume = on_main(lambda: after_restart(out, resume, launch), mesh)
-        raise_on_all_ranks(mesh, lambda: check_folder(out, resume))
-        dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config))
-        raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
-        raise_on_all_ranks(mesh, lambda: check_loggers(config.log.to) if mesh.is_main else None)
-        self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
-        stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
-        self.config, why_precision = resolve_precision(config, mesh, stored)
-        self.components = components = build(self.config, dataset, mesh)
-        self.position = Position()
-        if stored is not None:
-            self.position = raise_on_all_ranks(mesh, lambda: restore(components, stored))
-        is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
-        self._saved = self._state_to_save() if is_of_this_run else None
-        self.schedule = RunSchedule(components, self.position)
-        if stored is None:  # behind all that may be refused: the table's files would be there at the next attempt
-            goes_on = resume is not None or on_main(lambda: was_begun(out, self.config), mesh)
-            raise_on_all_ranks(mesh, lambda: begin_tables(components, goes_on=goes_on))
-        superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
-        raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
-        raise_on_all_ranks(mesh, lambda: write_descriptions(out, components, launch) if mesh.is_main else None)
+    ) -> "Trainer":
+        """Begin or resume the run ``out``; every rank calls, with arguments as of :func:`train`."""
+        run = open_run(config, mesh, out, resume)
+        report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
+        for line in notes:
+            report.line(line)
+        return cls(run, out, report, loggers)
+
+    def __init__(self, run: OpenedRun, out: Path, report: RunReport, loggers: Sequence[Logger]) -> None:
+        self.components = components = run.components
+        self.config, self.mesh, self.out = components.config, components.mesh, out
+        self.checkpoints, self.position, self.schedule = run.checkpoints, run.position, run.schedule
+        self._saved = self._state_to_save() if run.is_saved else None
+        mesh = self.mesh
 
         # What the run is reported to: train.log, metrics.jsonl, and the meters of its parts.
         self.timeline = StepTimeline(mesh.device)
         self.efficiency = EfficiencyMeter(components, self.timeline)
-        self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
-        for line in notes:
-            self.report.line(line)
+        self.report = report
         if mesh.is_main:  # other ranks may hold nothing of the head that it describes
-            self._report_start(start_text(self.config, stored, restarted), why_precision)
-        if stored is not None:
-            for line in resumption_lines(stored, components, superseded, self._steps_left):
-                self.report.line(line)
+            self._report_start(run.start, run.why_precision)
+        for line in run.lines:
+            report.line(line)
         self.metrics = raise_on_all_ranks(
             mesh,
             lambda: MetricsLog(
@@ -169,7 +139,7 @@ class Trainer:
                 to=self.config.log.to,
                 enabled=mesh.is_main,
                 loggers=loggers,
-                warn=self.report.line,
+                warn=report.line,
             ),
         )
 

@@ -15,7 +15,7 @@ from support.tiny_runs import Killable, losses, refusal, run
 
 from plsc.config import KeepConfig
 from plsc.parallel import Mesh
-from plsc.train import checkpoint, checkpoint_reader, evaluate, trainer
+from plsc.train import checkpoint, checkpoint_reader, evaluate, opening
 from plsc.train.checkpoint import CheckpointFolder, Published, removable
 
 Ranks = Any
@@ -131,7 +131,7 @@ def rated(mesh: Any, out: Path, changes: dict[str, Any], accuracies: list[float]
         patch.setattr(evaluate, "evaluate_sets", lambda *_: {"a": {"accuracy": next(given_results)}})
         patch.setattr(evaluate, "summary", lambda results: results)
         patch.setattr(evaluate, "_format_result", str)
-        patch.setattr(trainer, "check_sets", lambda configuration: None)
+        patch.setattr(opening, "check_sets", lambda configuration: None)
         run(mesh, out, {"eval.sets": ["a"], **changes}, resume)
 
 

@@ -20,17 +20,17 @@ SHORT = {"epochs": None, "steps": 8, "optim.schedule": "constant", "checkpoint.e
 
 def in_two_halves(mesh: Any, out: Path, changes: dict[str, Any], resumed: dict[str, Any]) -> list[Any]:
     """The head's optimizer, and the weights of a run that went through beside those of one that went on."""
-    from plsc.train import trainer
+    from plsc.train import opening
 
     heads: list[object] = []
-    original = trainer.build
+    original = opening.build
 
     def building(*arguments: Any) -> Any:
         components = original(*arguments)
         heads.append(components.head_optimizers[0])
         return components
 
-    with patch.object(trainer, "build", building):
+    with patch.object(opening, "build", building):
         run(mesh, out / "whole", changes)
         run(mesh, out / "halves", {**changes, "steps": 4})
         run(mesh, out / "halves", {**changes, **resumed}, "auto")
