@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -34,8 +34,8 @@ from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange
 from plsc.parallel.strategies import Strategy, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.toml_keys import options_of
-from plsc.train.class_loss import ClassLoss
 from plsc.train.feature import Feature, TableKeeper, overriding
+from plsc.train.micro_batches import ClassLoss
 from plsc.train.tables import TrainedTable, make_tables, peak_rates
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
@@ -119,10 +119,14 @@ class TrainComponents:
         """The feature that keeps the class tables' rows itself; None: checkpoints hold them."""
         return next((each for each in self.features.values() if isinstance(each, TableKeeper)), None)
 
+    @cached_property
+    def _say_whether_it_trains(self) -> list[Callable[[], bool]]:
+        return overriding(self.features.values(), "trains_backbone")
+
     @property
     def trains_backbone(self) -> bool:
         """Whether the backbone needs a backward pass now."""
-        return all(trains() for trains in overriding(self.features.values(), "trains_backbone"))
+        return all(trains() for trains in self._say_whether_it_trains)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -17,8 +17,8 @@ from plsc.parallel.strategies.ddp import GradientExchange
 
 if TYPE_CHECKING:  # each of them imports this module, or its package
     from plsc.train.checkpoint_reader import StoredCheckpoint
-    from plsc.train.class_loss import ClassLoss
     from plsc.train.components import TrainComponents
+    from plsc.train.micro_batches import ClassLoss
     from plsc.train.tables import TrainedTable
 
 

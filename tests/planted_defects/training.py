@@ -310,7 +310,7 @@ TRAINING = (
     ),
     Defect(
         "a short micro-batch counts as much as a whole one",
-        "plsc/train/class_loss.py",
+        "plsc/train/micro_batches.py",
         "share = sum(sizes) / sum(each.size for each in group)",
         "share = 1 / len(group)",
         ("tests/train/test_trainer.py",),

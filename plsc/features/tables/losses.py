@@ -8,8 +8,7 @@ from torch import Tensor
 
 from plsc.data.loader import PartOfBatch, TrainLoader
 from plsc.features.tables.sharded_heads import losses_of
-from plsc.train.class_loss import ClassLoss, LossOfTable
-from plsc.train.micro_batches import MicroBatch
+from plsc.train.micro_batches import ClassLoss, LossOfTable, MicroBatch
 
 
 class TableBatch(NamedTuple):
@@ -24,7 +23,7 @@ class TableBatch(NamedTuple):
 
 
 class TableLosses(ClassLoss):
-    """See :class:`plsc.train.class_loss.ClassLoss`; :class:`plsc.ShardedHeads` sums the same losses."""
+    """See :class:`plsc.train.micro_batches.ClassLoss`; :class:`plsc.ShardedHeads` sums the same losses."""
 
     def split(self, labels: Tensor, loader: TrainLoader) -> list[TableBatch]:
         """Split ``labels`` of all tables' classes, and pin what a GPU is to read where they are pinned."""
