@@ -16,7 +16,7 @@ from plsc.errors import PlscError
 from plsc.sizes import status_bytes
 
 LONGEST_MESSAGE = 1 << 17  # a line of the file; commands print the beginning alone
-SECONDS, BYTES = 2.0, 256 << 20  # that one input may take: CPU time, and memory beyond what was in use
+SECONDS, BYTES = 10.0, 256 << 20  # that one input may take: CPU time, and memory beyond what was in use
 
 
 class Violation(Exception):
