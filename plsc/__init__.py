@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from plsc.client import Client as Client
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
+    from plsc.features.classes.dynamic_head import DynamicHead as DynamicHead
     from plsc.features.labels.options import LabelOptions as LabelOptions
-    from plsc.head import DynamicHead as DynamicHead
     from plsc.head import ShardedHead as ShardedHead
     from plsc.head import ShardedHeads as ShardedHeads
     from plsc.head import TableOptions as TableOptions
@@ -39,8 +39,9 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
+    "plsc.features.classes.dynamic_head": ("DynamicHead",),
     "plsc.features.labels.options": ("LabelOptions",),
-    "plsc.head": ("DynamicHead", "ShardedHead", "ShardedHeads", "TableOptions"),
+    "plsc.head": ("ShardedHead", "ShardedHeads", "TableOptions"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

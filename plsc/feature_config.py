@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from plsc.config import Config  # which imports this module, as the others do
+    from plsc.head import ShardedHead
     from plsc.plan.plan_config import PlanConfig
     from plsc.train.checkpoint_reader import StoredCheckpoint
     from plsc.train.feature import Feature  # imports torch
@@ -93,6 +94,10 @@ class FeatureConfig:
         """Keyword arguments of :class:`plsc.ShardedHead` that the section gives to each class table."""
         return {}
 
+    def head_kind(self) -> "Callable[..., ShardedHead] | None":
+        """What makes each class table, with the arguments of :class:`plsc.ShardedHead`; None: that does."""
+        return None
+
     @property
     def filters_negatives(self) -> bool:
         """Whether passes compare the rows of labels with every row, to leave some out of the softmax."""
@@ -115,6 +120,10 @@ class FeatureConfig:
     def planned_tables(self, run: "PlanConfig") -> list["PlanConfig"]:
         """Tables that it adds to those of a planned ``run``; every sample meets them."""
         return []
+
+    def planned_classes(self, classes: int) -> int:
+        """How many classes a table has room for whose data has ``classes``."""
+        return classes
 
     def plan_notes(self) -> list[str]:
         """What a plan leaves out, a line each."""
@@ -139,6 +148,11 @@ class FeatureConfig:
             UsageError: a run cannot go on without it.
         """
         return ""
+
+    @classmethod
+    def class_names(cls, path: Path, table: str) -> list[list[str]] | None:
+        """The names of each class of a ``table`` of the checkpoint ``path``; None: classes are numbers of the data."""
+        return None
 
     @classmethod
     def open_rows(cls, stored: "StoredCheckpoint", state: Any, used: Sequence[int] | None) -> RowsOutside:
