@@ -54,18 +54,9 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         r"\[\[table\]\]|[Ss]harded_?[Hh]eads|JoinedDataset|TableKeys|batch_share|config\.table\b|run\.table\b|features.tables",
     ),
     "classes": (
-        (
-            "plsc/features/classes",
-            "plsc/head/dynamic_head.py",
-            "plsc/head/dense_rows.py",
-            "plsc/head/key_map.py",
-            "plsc/head/first_rows.py",
-            "plsc/head/agreed_keys.py",
-            "plsc/train/removed_rows.py",
-            "plsc/train/named_first_rows.py",
-            "plsc/train/named_table.py",
-        ),
-        r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map",
+        ("plsc/features/classes",),
+        r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map|ClassesConfig|[Nn]amed_?[Tt]able|"
+        r"[Rr]emoved_?[Rr]ows|insert_first_rows|features.classes",
     ),
 }
 IN_FOLDERS = tuple(name for name, (own, _) in FEATURES.items() if own == (f"plsc/features/{name}",))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from plsc.client import Client as Client
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
+    from plsc.features.classes.dynamic_head import DynamicHead as DynamicHead
     from plsc.features.labels.options import LabelOptions as LabelOptions
     from plsc.features.tables.sharded_heads import ShardedHeads as ShardedHeads
-    from plsc.head import DynamicHead as DynamicHead
     from plsc.head import ShardedHead as ShardedHead
     from plsc.head import TableOptions as TableOptions
     from plsc.index import Index as Index
@@ -39,9 +39,10 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
+    "plsc.features.classes.dynamic_head": ("DynamicHead",),
     "plsc.features.labels.options": ("LabelOptions",),
     "plsc.features.tables.sharded_heads": ("ShardedHeads",),
-    "plsc.head": ("DynamicHead", "ShardedHead", "TableOptions"),
+    "plsc.head": ("ShardedHead", "TableOptions"),
     "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plsc.config import Config, DataConfig  # which imports this module, as the others do
     from plsc.config.class_tables import ClassTable
     from plsc.data import ImageDataset
+    from plsc.head import ShardedHead
     from plsc.plan.plan_config import PlanConfig
     from plsc.train.checkpoint_reader import StoredCheckpoint
     from plsc.train.feature import Feature  # imports torch
@@ -95,6 +96,10 @@ class FeatureConfig:
         """Keyword arguments of :class:`plsc.ShardedHead` that the section gives to each class table."""
         return {}
 
+    def head_kind(self) -> "Callable[..., ShardedHead] | None":
+        """What makes each class table, with the arguments of :class:`plsc.ShardedHead`; None: that does."""
+        return None
+
     @property
     def filters_negatives(self) -> bool:
         """Whether passes compare the rows of labels with every row, to leave some out of the softmax."""
@@ -130,6 +135,10 @@ class FeatureConfig:
         """Tables that it adds to those of a planned ``run``; every sample meets them."""
         return []
 
+    def planned_classes(self, classes: int) -> int:
+        """How many classes a table has room for whose data has ``classes``."""
+        return classes
+
     def plan_notes(self) -> list[str]:
         """What a plan leaves out, a line each."""
         return []
@@ -153,6 +162,11 @@ class FeatureConfig:
             UsageError: a run cannot go on without it.
         """
         return ""
+
+    @classmethod
+    def class_names(cls, path: Path, table: str) -> list[list[str]] | None:
+        """The names of each class of a ``table`` of the checkpoint ``path``; None: classes are numbers of the data."""
+        return None
 
     @classmethod
     def open_rows(cls, stored: "StoredCheckpoint", state: Any, used: Sequence[int] | None) -> RowsOutside:

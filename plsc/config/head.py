@@ -59,17 +59,8 @@ class HeadConfig:
             classes of the batch alone.
         init_rows: Class centres that the table starts from: a .npy (classes, D), as plsc cluster writes centres.npy, a
             .safetensors of plsc table, or an embedding set of labelled images; random rows otherwise. Names
-            that it has must be those of the data's classes. With max_classes, rows by name: of a run too, and of files
-            that have the names beside them.
-        max_classes: The most classes that there may come to be: classes are known by their names then, come into the
-            table when they are first seen, and data.train may have others when the run goes on; unset: those of the
-            data, from the first step to the last.
-        first_rows: What a class that comes in begins with: the mean of its embeddings in the batch (mean), or random
-            numbers; with max_classes.
-        admit_after: Pictures of a class that are seen before it comes into the table; until then they have no label;
-            with max_classes.
-        expire_after: Steps without a picture of a class after which it is removed from the table; unset: it stays; with
-            max_classes.
+            that it has must be those of the data's classes. Where classes come and go, rows by name: of a run too,
+            and of files that have the names beside them.
         weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
         momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
             momentum.
@@ -99,10 +90,6 @@ class HeadConfig:
     centers: int = key(1, least=1, is_fixed=True)
     sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
     init_rows: str = key("")
-    max_classes: int | None = key(None, least=1)
-    first_rows: str = key("mean", choices=("mean", "random"))
-    admit_after: int = key(1, least=1)
-    expire_after: int | None = key(None, least=1)
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
@@ -110,10 +97,12 @@ class HeadConfig:
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
+        from plsc.head.storage import TableStorage
+
         if run.optim.head_name == "adamw" and self.momentum_dtype == "none":
             yield 'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
         try:
-            self._check_table(run)
+            TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement)
         except UsageError as error:
             yield re.sub(r"\b(placement)\b", r"head.\1", str(error))
         takes = _keys_of(self.margin)
@@ -124,24 +113,6 @@ class HeadConfig:
             make_margin(self)
         except UsageError as error:
             yield str(error)
-
-    def _check_table(self, run: "Config") -> None:
-        """Raise the head's own UsageError where its table is not kept, or replicated, like that."""
-        from plsc.head.storage import TableStorage
-
-        TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement)
-        if self.max_classes is not None:
-            self._check_coming_classes(run)
-        elif self.admit_after > 1 or self.expire_after is not None:
-            raise UsageError(
-                "head.admit_after and head.expire_after go with head.max_classes: give it, or leave them out"
-            )
-
-    def _check_coming_classes(self, run: "Config") -> None:
-        """Raise UsageError where other keys need all classes from the beginning."""
-        for axis in ("tp", "pp"):
-            if (ranks := getattr(run.parallel, axis)) > 1:
-                raise UsageError(f"head.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out")
 
 
 def make_margin(head: HeadConfig) -> "Margin":

@@ -71,7 +71,7 @@ class OptimConfig:
         clip_head: Include the head's gradient in the norm and clip it too; false: the backbone's gradient alone.
         accumulate: Micro-batches per step (gradient accumulation); the step equals that of one large batch, but for
             what sees a micro-batch at a time: batch normalisation, running statistics (head.rate), drawn classes and
-            labels, and classes that come into the table (head.max_classes).
+            labels, and classes that come into the table.
     """
 
     name: str = key("sgd", choices="plsc.optim.backbone_optimizers:BACKBONE_OPTIMIZERS", is_fixed=True)

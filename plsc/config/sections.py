@@ -224,6 +224,10 @@ class Config:
         sections = [section_of(self.features, section_class(name)) for name in FEATURES]
         return [section for section in sections if section.is_on(self)]
 
+    def is_given_in_tables(self, name: str) -> bool:
+        """Whether one of several class tables gives a key for itself."""
+        return any(name in table.values for table in self.table)
+
     @property
     def steps_alone(self) -> bool:
         """Whether ranks, where there are several, step by themselves."""

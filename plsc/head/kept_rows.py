@@ -1,6 +1,6 @@
 """Rows of a class table that no update changes, and rows that one update is not to change."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from plsc.head.key_map import KeyMap, Keys
 
 if TYPE_CHECKING:
     from plsc.head.backends.torch_backend import Updater
@@ -26,8 +24,8 @@ class KeptKeys(Protocol):
 
     are_all: bool
 
-    def among(self, key_map: KeyMap) -> Keys:
-        """The keys that are kept, whether they have a row or not."""
+    def among(self, known: Callable[[Iterable[str]], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """The keys that are kept, whether they have a row or not; ``known`` gives those of names that it knows."""
 
 
 class KeptClasses(Protocol):

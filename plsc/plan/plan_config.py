@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from plsc.config import Config, class_tables
 from plsc.config.checks import with_precision
@@ -232,7 +233,7 @@ def plan_config(config: Config, classes: int | Sequence[int], world: int, per_no
     first, *others = (
         PlanConfig(
             table.config,
-            max(count, table.config.head.max_classes or 0),
+            reduce(lambda room, section: section.planned_classes(room), table.config.features, count),
             world,
             min(per_node, world),
             head_ranks,

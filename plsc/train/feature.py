@@ -14,6 +14,7 @@ from plsc.config import Config
 from plsc.parallel import Mesh
 from plsc.parallel.strategies import Strategy
 from plsc.parallel.strategies.ddp import GradientExchange
+from plsc.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:  # each of them imports this module, or its package
     from plsc.train.checkpoint_reader import StoredCheckpoint
@@ -64,6 +65,10 @@ class Feature:
         ``exact``: sums run in float64, so that losses do not depend on the number of ranks.
         """
 
+    def first_rows(self, table: "TrainedTable", source: str) -> bool:
+        """Set the rows that a class table begins with by ``head.init_rows`` = ``source``; whether it did. All call."""
+        return False
+
     # A step.
 
     def enter_stage(self, components: "TrainComponents", stage: int) -> None:
@@ -113,6 +118,17 @@ class Feature:
 
     def restore(self, state: Any) -> None:
         """Take over what :meth:`state` gave; None of a checkpoint that has none."""
+
+    def takes_other_data(self) -> bool:
+        """Whether a run may go on with other data than it began with."""
+        return False
+
+    def table_tensors(self) -> dict[str, TensorShard]:
+        """What a checkpoint holds beside the rows of class tables, by whole names; every rank calls."""
+        return {}
+
+    def restore_tables(self, stored: "StoredCheckpoint") -> None:
+        """Take over what :meth:`table_tensors` gave, before the rows of the tables are read."""
 
     def lines(self) -> dict[str, str]:
         """Lines at the start of train.log, by their first words of at most seven letters."""

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.errors import IntegrityError, UsageError
+from plsc.errors import IntegrityError
 from plsc.feature_config import keeper_of_tables
-from plsc.head.dynamic_head import DynamicHead
 from plsc.head.low_precision import quantize_rows, scale_name
 from plsc.parallel.collectives import raise_on_all_ranks
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents
+from plsc.train.feature import overriding
 from plsc.train.init_rows import set_first_rows
 
 _MIDDLE = 32767  # of the 16 bits that decide a rounding: to the nearest
@@ -64,13 +64,13 @@ def restore_numbers(components: TrainComponents, stored: StoredCheckpoint) -> No
 
 
 def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
-    """This rank's rows and keys by name; rows that a feature keeps, it keeps as those of ``step``. All ranks call."""
+    """This rank's rows, and what goes with them, by name; a feature keeps its own as those of ``step``. All call."""
     tables: list[tuple[str, dict[str, TensorShard]]] = []
     if (keeper := components.keeper) is not None:
         raise_on_all_ranks(components.mesh, lambda: keeper.keep(step))
     else:
         tables = _tables_of(components)
-    tables += [(prefix, _stored_keys(head)) for prefix, head in _dynamic(components)]
+    tables += [("", tensors()) for tensors in overriding(components.features.values(), "table_tensors")]
     return {name: table for prefix, found in tables for name, table in prefixed(prefix, found).items()}
 
 
@@ -82,39 +82,13 @@ def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> Non
     """
     keeper, kept = components.keeper, keeper_of_tables(stored.state)
     is_back = keeper is not None and keeper.take_back(stored, None if kept is None else kept[1])
-    for prefix, head in _dynamic(components):
-        head.load_key_state(stored.read(prefix))
+    for restore in overriding(components.features.values(), "restore_tables"):
+        restore(stored)
     if not is_back:
         for prefix, tables in _tables_of(components):
             load_tables(stored, prefix, tables)
         if keeper is not None:
             keeper.keep(stored.step)
-
-
-def _dynamic(components: TrainComponents) -> list[tuple[str, DynamicHead]]:
-    """The heads whose classes come and go, each with the prefix of its keys' names in a checkpoint."""
-    tables = components.tables
-    return [(f"keys.{each.of.prefix}", each.head) for each in tables if isinstance(each.head, DynamicHead)]
-
-
-def _stored_keys(head: DynamicHead) -> dict[str, TensorShard]:
-    """The keys of a head, all of which its first rank writes."""
-    state, rows = head.key_state(), {}
-    for name, tensor in state.items():
-        own = tensor if head.mesh.is_main else tensor[:0]
-        rows[name] = TensorShard.of_rows(own, 0 if head.mesh.is_main else len(tensor), len(tensor))
-    return rows
-
-
-def check_keys(components: TrainComponents, stored: StoredCheckpoint) -> None:
-    """Raise UsageError where classes came and went and do not any more, or the other way round."""
-    named = {name.rpartition(".")[0] + "." for name in stored.stored if name.startswith("keys.")}
-    if named != {prefix for prefix, _ in _dynamic(components)}:
-        was, now = ("set", "unset") if named else ("unset", "set")
-        raise UsageError(
-            f"head.max_classes was {was} when the run began and is {now} now; set it back to go on, or begin another "
-            "run (another --out), with --init_weights RUN/model.safetensors to build on this one"
-        )
 
 
 def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
@@ -123,14 +97,13 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
     Raises:
         UsageError, DataError: as :func:`set_first_rows`; or what was kept is of another run.
     """
-    from plsc.train.named_first_rows import insert_first_rows  # which reads runs, of which this module is a part
-
     keeper = components.keeper
     is_back = keeper is not None and keeper.take_first(goes_on=goes_on)
     for table, part in zip(components.tables, components.dataset.parts, strict=True):
-        if (source := table.of.config.head.init_rows) and isinstance(table.head, DynamicHead):
-            insert_first_rows(table.head, source)  # again: rows may be back, and no checkpoint has their keys yet
-        elif source and not is_back:
+        if not (source := table.of.config.head.init_rows):
+            continue
+        of_features = overriding(components.features.values(), "first_rows")
+        if not any(first_rows(table, source) for first_rows in of_features) and not is_back:
             set_first_rows(table.head, source, part.class_names)
     if keeper is not None and not is_back:
         keeper.keep(0)

@@ -240,8 +240,6 @@ def _head(table: TrainedTable, components: TrainComponents) -> str:
     centers = f", {options.centers} centers" if options.centers > 1 else ""
     storage = f"{options.weight_dtype} + {options.momentum_dtype} on {options.placement}"
     described = f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
-    if options.max_classes is not None:
-        described = f"{counted(head.num_classes, 'class')} by name, at most {options.max_classes:,}; {described}"
     if not table.name:
         return described
     share = table.of.share / sum(each.of.share for each in components.tables)

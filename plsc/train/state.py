@@ -12,9 +12,9 @@ from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.feature_config import feature_states, section_class
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
+from plsc.train.feature import overriding
 from plsc.train.head_state import (
     capture_tables,
-    check_keys,
     check_numbers,
     prefixed,
     restore_numbers,
@@ -82,11 +82,10 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_state(stored)
     state = stored.state
     _check_config(state["config"], components.config)
-    check_keys(components, stored)
-    is_same_data = _check_data(stored, components)
     for name, feature in components.features.items():
         feature.check_state(feature_states(state).get(name), stored)
     left_out_features(stored, components)
+    is_same_data = _check_data(stored, components)
     restore_tables(components, stored)
     stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     restore_optimizer(components, stored)
@@ -202,9 +201,9 @@ def _begun_anew(state: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:
-    """Whether the loader goes on where it was; UsageError where other data came, and classes cannot come and go."""
-    if all(table.of.config.head.max_classes is not None for table in components.tables):
-        changed = changed_data(stored.state["data"], components.data)  # rows are found by their classes' names
+    """Whether the loader goes on where it was; UsageError where other data came, and no feature takes it."""
+    if any(takes() for takes in overriding(components.features.values(), "takes_other_data")):
+        changed = changed_data(stored.state["data"], components.data)
         return set(changed) <= {"keys_sha256"}
     check_data(stored, components.dataset, components.data)
     return True

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from plsc.embedding.columns import write_npy_header
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.feature_config import RowsOutside, keeper_of_tables
+from plsc.feature_config import FEATURES, RowsOutside, keeper_of_tables, section_class
 from plsc.files import atomic_write, write_json
-from plsc.head.key_map import KeyMap
 from plsc.head.low_precision import scale_name
 from plsc.parallel import Mesh
 from plsc.parallel.tensor_shard import TensorShard
@@ -198,13 +197,8 @@ def write_class_names(path: Path, out: Path, table: str = "") -> Path | None:
 
 def class_names(path: Path, table: str = "") -> list[list[str]] | None:
     """The names of each class of the table of a checkpoint; None where classes are numbers of the data."""
-    prefix = f"keys.{table}." if table else "keys."
-    state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
-    if "name_bytes" not in state:
-        return None
-    keys = KeyMap()
-    keys.load_state(state, [0])
-    return keys.names_of_classes()
+    found = (section_class(name).class_names(path, table) for name in FEATURES)
+    return next((names for names in found if names is not None), None)
 
 
 def described_tables(stored: StoredCheckpoint) -> list[dict[str, Any]]:

@@ -1,9 +1,7 @@
 """The class tables of a run, built from its configuration: their data, heads, optimizers and learning rates."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,15 +9,12 @@ from plsc.config import ClassTable, Config, DataConfig, class_tables, make_margi
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.relabelled import RelabelledDataset
 from plsc.data.transforms import RotatedDataset
-from plsc.errors import UsageError
-from plsc.head.dynamic_head import DynamicHead
 from plsc.head.options import TableOptions
 from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.optim.schedules import scaled_lr
 from plsc.parallel import Mesh
 from plsc.parallel.strategies import Strategy
-from plsc.progress import counted
 from plsc.toml_keys import options_of
 
 
@@ -88,8 +83,6 @@ def make_tables(config: Config, dataset: ImageDataset, strategy: Strategy, *, ex
     for number, (of, (first, stop)) in enumerate(zip(class_tables(config), firsts, strict=True)):
         own = dataclasses.replace(of.config, seed=config.seed + number)
         head = _head_of(own, stop - first, strategy, exact=exact)
-        if isinstance(head, DynamicHead):
-            head.use_names([dataset.class_names[place] for place in range(first, stop)])
         optimizer = make_head_optimizer(own, head, strategy.data_ranks)
         tables.append(TrainedTable(of, head, optimizer, first))
     return tables
@@ -112,15 +105,8 @@ def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: boo
 def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
     """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
     head = config.head
-    kind: Callable[..., ShardedHead] = ShardedHead
-    if head.max_classes is not None:
-        if num_classes > head.max_classes:
-            raise UsageError(
-                f"head.max_classes = {head.max_classes:,}, and data.train has {counted(num_classes, 'class')}; make it "
-                "as large as the table may come to be"
-            )
-        own = {name: getattr(head, name) for name in ("first_rows", "admit_after", "expire_after")}
-        kind, num_classes = partial(DynamicHead, **own), head.max_classes
+    kinds = (section.head_kind() for section in config.features)
+    kind = next((found for found in kinds if found is not None), ShardedHead)
     of_features = {name: value for section in config.features for name, value in section.head_options().items()}
     return kind(
         config.embedding_dim,

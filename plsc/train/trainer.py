@@ -81,7 +81,7 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGUSR1 came; a checkpoint was written first.
     """
     with StopRequest(tell=mesh.is_main and not quiet) as stop:
-        trainer = Trainer.open(config, mesh, Path(out), resume, quiet, notes, loggers)
+        trainer = Trainer.from_config(config, mesh, Path(out), resume, quiet, notes, loggers)
         try:
             with report_killed_workers(), trainer.timeline.active(), trainer.monitored(on_hang):
                 return trainer.run(stop)
@@ -100,7 +100,7 @@ class Trainer:
     """One rank's part of a training run."""
 
     @classmethod
-    def open(
+    def from_config(
         cls,
         config: Config,
         mesh: Mesh,

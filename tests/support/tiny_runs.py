@@ -211,7 +211,7 @@ def open_trainer(mesh: Any, out: Path, changes: dict[str, Any], resume: str | No
     from plsc.train.trainer import Trainer
 
     register_tiny()
-    trainer = Trainer.open(config.load(None, {**TINY, **changes}), mesh, out, resume, quiet=True)
+    trainer = Trainer.from_config(config.load(None, {**TINY, **changes}), mesh, out, resume, quiet=True)
     try:
         yield trainer
     finally:

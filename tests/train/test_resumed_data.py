@@ -177,9 +177,10 @@ def test_drawn_people_are_told_by_name(tmp_path: Path, ranks: Ranks) -> None:
     assert "its class 0 was 'avatar-0' and is 'avatar-7'" in message
 
 
+@pytest.mark.feature("classes")
 def test_a_growing_table_finds_its_rows_by_name(tmp_path: Path, ranks: Ranks) -> None:
     data, out = write_people(tmp_path / "people"), tmp_path / "run"
-    changes = {"data.train": str(data), "head.max_classes": 6}
+    changes = {"data.train": str(data), "classes.max_classes": 6}
     ranks(1, run, out, {**SHORT, **changes})
     (data / "bob").rename(data / "zed")
     ranks(1, run, out, {**FOUR, **changes}, "auto")

@@ -46,7 +46,6 @@ class AsynchronousConfig(FeatureConfig):
         "replicas.staleness": _TOGETHER,
         "sync_batchnorm": _TOGETHER,
         "checkpoint.every_minutes": _TOGETHER,
-        "head.max_classes": _UNTRIED,
         "table": _UNTRIED,
         "optim.state_dtype": _UNTRIED,
     }

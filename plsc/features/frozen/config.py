@@ -22,7 +22,8 @@ class FrozenConfig(FeatureConfig):
             values bit for bit, and batch normalisation all of whose weights are frozen keeps its statistics, and
             applies them. frozen = "layer1.*" is short for it.
         rows: Classes that stay in the softmax and whose rows no step changes: all, START:STOP (STOP is the first that
-            trains), or FILE.npy of class numbers; with max_classes, all or FILE.txt of names, one a line; unset: none.
+            trains), or FILE.npy of class numbers; where classes come and go, all or FILE.txt of names, one
+            a line; unset: none.
     """
 
     weights: tuple[str, ...] = key((), in_stages=True, stands_for_section=True)

@@ -1,7 +1,7 @@
 """Classes whose rows stay as they are while others train: ``frozen_rows`` of the class head."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from plsc.errors import DataError, UsageError
 from plsc.head.kept_rows import KeptRows
-from plsc.head.key_map import KeyMap, Keys
 from plsc.head.options import HeadFeature
 from plsc.regular_files import map_npy, open_regular
 
@@ -104,9 +103,9 @@ class FrozenKeys:
                 raise UsageError(_NO_KEYS)
             self._keys = listed.astype(np.int64)
 
-    def among(self, key_map: KeyMap) -> Keys:
-        """The keys that are frozen, whether they have a row or not; of names, those that the map knows."""
-        return np.concatenate([self._keys, key_map.known_keys(self._names)])
+    def among(self, known: Callable[[Iterable[str]], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See :meth:`plsc.head.kept_rows.KeptKeys.among`."""
+        return np.concatenate([self._keys, known(self._names)])
 
 
 def _read_names(file: str) -> list[str]:

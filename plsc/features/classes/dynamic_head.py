@@ -17,12 +17,12 @@ from torch import Tensor
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.head.agreed_keys import any_lack, are_fit, same_keys
+from plsc.features.classes.agreed_keys import any_lack, are_fit, same_keys
+from plsc.features.classes.dense_rows import DenseRows, evenly_placed, shares
+from plsc.features.classes.first_rows import FirstRows
+from plsc.features.classes.key_map import KeyMap, Keys
 from plsc.head.class_table import SMALLEST_NORM, TableShape
-from plsc.head.dense_rows import DenseRows, evenly_placed, shares
-from plsc.head.first_rows import FirstRows
 from plsc.head.kept_rows import KeptClasses, KeptKeys, KeptRows
-from plsc.head.key_map import KeyMap, Keys
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import Margin
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
@@ -134,7 +134,7 @@ class DynamicHead(ShardedHead):
         """Let the rows that kept keys have now be kept."""
         kept, keys = self.softmax.table.kept, self._kept_keys
         if kept is not None and keys is not None and not keys.are_all:
-            shards, classes = self.key_map.find(keys.among(self.key_map))
+            shards, classes = self.key_map.find(keys.among(self.key_map.known_keys))
             kept.set_classes(classes[shards == self.mesh.head.rank], self.centers)
 
     def _table_shape(self, shape: TableShape) -> TableShape:

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plsc.features.classes.key_map import Keys
 from plsc.head.class_table import SMALLEST_NORM
-from plsc.head.key_map import Keys
 
 _STD = 0.01  # of a row's numbers at its beginning, as in a fixed table
 _SEED_FACTOR = 0x9E3779B97F4A7C15

@@ -17,9 +17,9 @@ from torch import Tensor
 from plsc.config import KeepConfig
 from plsc.errors import IntegrityError, UsageError
 from plsc.feature_config import keeper_of_tables
+from plsc.features.classes.key_map import KeyMap, Keys
 from plsc.files import read_json, write_json
 from plsc.head.class_table import SMALLEST_NORM
-from plsc.head.key_map import KeyMap, Keys
 from plsc.parallel import Mesh
 from plsc.progress import note
 from plsc.train.async_checkpoint import AsyncCheckpointer
@@ -54,16 +54,19 @@ class NamedTable:
         stored = StoredCheckpoint(path, _ALONE)
         self._step, self._state, self._tensors = stored.step, stored.state, stored.read("")
         self.in_files = keeper_of_tables(stored.state) is not None
-        head = stored.value("config.head", dict)
-        tables = [each for each in stored.state["config"].get("table", ()) if each.get("name") == table]
-        self._head: dict[str, Any] = {**head, **(tables[0].get("head", {}) if tables else {})}
+        stored.value("config.head", dict)
+        config = stored.state["config"]
+        trees = [config, *(each for each in config.get("table", ()) if each.get("name") == table)]
+        # keys of [classes] were of [head] in former versions
+        sections = [tree.get(name, {}) for tree in trees for name in ("head", "classes")]
+        self._head: dict[str, Any] = {name: value for section in sections for name, value in section.items()}
         self._keys_prefix, self._weight = f"keys.{prefix}", f"head.{prefix}weight"
         names = [self._weight, *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
         state = {name.removeprefix(self._keys_prefix): self._tensors[name] for name in self._key_names()}
         if "name_bytes" not in state:
             raise UsageError(
                 f"{path} holds no table {table} whose classes have names: they are numbers of the data, which cannot "
-                "change, unless a run has head.max_classes"
+                "change, unless a run has classes.max_classes"
             )
         self.key_map = KeyMap()
         self.key_map.load_state(state, [0])
@@ -243,8 +246,8 @@ class NamedTable:
     def _refuse_in_files(self) -> None:
         if self.in_files:
             raise UsageError(
-                f"rows of {self.path} lie in files that the run alone changes: let head.expire_after remove classes, "
-                "or a script that trains"
+                f"rows of {self.path} lie in files that the run alone changes: let classes.expire_after remove "
+                "classes, or a script that trains"
             )
 
     def _refuse_beyond_room(self, more: int) -> None:
@@ -320,6 +323,17 @@ def find_names(
 def _texts(name: str, is_json: bool) -> set[bytes]:
     texts = {f'"{name}"', json.dumps(name)} if is_json else {name}
     return {text.encode("utf-8", "surrogateescape") for text in texts}
+
+
+def class_names(path: Path, table: str = "") -> list[list[str]] | None:
+    """The names of each class of the table of a checkpoint; None where classes are numbers of the data."""
+    prefix = f"keys.{table}." if table else "keys."
+    state = StoredCheckpoint(path, _ALONE, prefixes=(prefix,)).read(prefix)
+    if "name_bytes" not in state:
+        return None
+    keys = KeyMap()
+    keys.load_state(state, [0])
+    return keys.names_of_classes()
 
 
 def other_copies(run: Path) -> list[Path]:

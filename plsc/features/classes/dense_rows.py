@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import DataError
+from plsc.features.classes.key_map import Keys
 from plsc.head.class_table import ClassRows, ClassTable, class_range, renew_norms
-from plsc.head.key_map import Keys
 
 
 class DenseRows:

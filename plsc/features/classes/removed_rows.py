@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import UsageError
+from plsc.features.classes.named_table import NamedTable
 from plsc.head.host_memory import mapped_file
 from plsc.head.low_precision import scale_name
 from plsc.parallel import Mesh
@@ -23,7 +24,6 @@ from plsc.train.byte_search import LEAST_BYTES, ByteSearch
 from plsc.train.checkpoint import CHECKPOINTS
 from plsc.train.checkpoint_inspection import find_checkpoints
 from plsc.train.checkpoint_reader import StoredCheckpoint
-from plsc.train.named_table import NamedTable
 from plsc.train.table_file import TableFile, class_names_beside
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))

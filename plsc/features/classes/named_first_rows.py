@@ -1,4 +1,4 @@
-"""First rows by name, of tables whose classes come and go: ``head.init_rows`` together with ``head.max_classes``."""
+"""First rows by name, of tables whose classes come and go: ``head.init_rows`` together with ``classes.max_classes``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
+from plsc.features.classes.dynamic_head import DynamicHead
+from plsc.features.classes.first_rows import FirstRows
+from plsc.features.classes.named_table import class_names
 from plsc.files import read_json
 from plsc.head.class_table import SMALLEST_NORM
-from plsc.head.dynamic_head import DynamicHead
-from plsc.head.first_rows import FirstRows
 from plsc.regular_files import map_npy
 from plsc.train.checkpoint import CHECKPOINTS
 from plsc.train.checkpoint_inspection import find_checkpoints
 from plsc.train.init_rows import class_sums
-from plsc.train.stored_table import class_names, open_table
+from plsc.train.stored_table import open_table
 from plsc.train.table_file import TableFile, class_names_beside
 
 _CLASSES = 65536  # of a source that are read at a time
