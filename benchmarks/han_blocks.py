@@ -3,7 +3,7 @@
     python benchmarks/han_blocks.py [--characters 1000] [--block 200] [--steps 200] [--image-size 32] [--seeds 0 1 2]
     python benchmarks/han_blocks.py --characters 30000 --block 5000 --steps 6000 --image-size 48 --least-fonts 3
 
-One run with classes.max_classes (plsc.DynamicHead) is resumed with --block further characters and --steps further steps
+One run with dynamic.max_classes (plsc.DynamicHead) is resumed with --block further characters and --steps further steps
 of 64 pictures until it has --characters. After each block it is judged on pictures in two typefaces that no step has
 seen, among all characters so far:
 
@@ -29,7 +29,7 @@ from results_file import add_row, script_parser
 import plsc
 from plsc import config as configuration
 from plsc.data import open_dataset
-from plsc.features.classes.key_map import KeyMap
+from plsc.features.dynamic.key_map import KeyMap
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel import Mesh
 from plsc.parallel.mesh import shutdown
@@ -101,7 +101,7 @@ class Blocks:
             "data.image_size": self._args.image_size,
             "data.batch_size": BATCH,
             "data.workers": 0,
-            "classes.max_classes": self._args.characters + self._args.block,
+            "dynamic.max_classes": self._args.characters + self._args.block,
             "optim.warmup_steps": max(self._args.steps // 10, 1),
             "eval.sets": [],
             "checkpoint.every_steps": self._args.steps,

@@ -53,10 +53,10 @@ FEATURES: dict[str, tuple[tuple[str, ...], str]] = {
         ("plsc/features/tables",),
         r"\[\[table\]\]|[Ss]harded_?[Hh]eads|JoinedDataset|TableKeys|batch_share|config\.table\b|run\.table\b|features.tables",
     ),
-    "classes": (
-        ("plsc/features/classes",),
-        r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map|ClassesConfig|[Nn]amed_?[Tt]able|"
-        r"[Rr]emoved_?[Rr]ows|insert_first_rows|features.classes",
+    "dynamic": (
+        ("plsc/features/dynamic",),
+        r"[Dd]ynamic_?[Hh]ead|max_classes|admit_after|expire_after|KeyMap|key_map|DynamicConfig|[Nn]amed_?[Tt]able|"
+        r"[Rr]emoved_?[Rr]ows|insert_first_rows|features.dynamic",
     ),
 }
 IN_FOLDERS = tuple(name for name, (own, _) in FEATURES.items() if own == (f"plsc/features/{name}",))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plsc.client import Client as Client
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
-    from plsc.features.classes.dynamic_head import DynamicHead as DynamicHead
+    from plsc.features.dynamic.dynamic_head import DynamicHead as DynamicHead
     from plsc.features.labels.options import LabelOptions as LabelOptions
     from plsc.features.tables.sharded_heads import ShardedHeads as ShardedHeads
     from plsc.head import ShardedHead as ShardedHead
@@ -39,7 +39,7 @@ _EXPORTS = {
     "plsc.client": ("Client",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
-    "plsc.features.classes.dynamic_head": ("DynamicHead",),
+    "plsc.features.dynamic.dynamic_head": ("DynamicHead",),
     "plsc.features.labels.options": ("LabelOptions",),
     "plsc.features.tables.sharded_heads": ("ShardedHeads",),
     "plsc.head": ("ShardedHead", "TableOptions"),

@@ -104,8 +104,8 @@ def groups_of(entry: Key) -> dict[str, str]:
         return {} if entry.name == "compatible.with" else {"compatible.with": "runs/old"}
     if entry.name == "journal.enabled":
         return {"head.placement": "mmap:table"}
-    if entry.name in ("classes.admit_after", "classes.expire_after"):
-        return {"classes.max_classes": "9"}
+    if entry.name in ("dynamic.admit_after", "dynamic.expire_after"):
+        return {"dynamic.max_classes": "9"}
     if entry.name == "asynchronous.mode":
         return {"head_ranks": "1", "head.placement": "host"}
     needs_groups = entry.name in ("replicas.staleness", "replicas.averaging_period")

@@ -5,7 +5,7 @@
   plsc table export runs/faces shards --format arcface_torch --world-size 8
   plsc table import work_dirs/r50 table.safetensors    arcface_torch's shards joined, for head.init_rows
 
-Of tables whose classes are known by name (classes.max_classes), while no training runs on them:
+Of tables whose classes are known by name (dynamic.max_classes), while no training runs on them:
 
   plsc table info runs/faces --names                   the names of the classes that have a row
   plsc table remove runs/faces Ada "Jan Novak"         from every checkpoint of the run: nothing of them is kept
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from plsc.features.classes.named_table import NamedTable
+    from plsc.features.dynamic.named_table import NamedTable
     from plsc.train.arcface_torch_shards import Shards
     from plsc.train.stored_table import StoredTable
 
@@ -120,8 +120,8 @@ def _names(args: argparse.Namespace, *, least: int = 1) -> list[str]:
 
 
 def _remove(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.features.classes.named_table import NamedTable, forget_names, other_copies
-    from plsc.features.classes.removed_rows import table_files
+    from plsc.features.dynamic.named_table import NamedTable, forget_names, other_copies
+    from plsc.features.dynamic.removed_rows import table_files
     from plsc.train.checkpoint import CHECKPOINTS
     from plsc.train.checkpoint_inspection import find_checkpoints
 
@@ -143,8 +143,8 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.features.classes.named_table import find_names
-    from plsc.features.classes.removed_rows import files_of_run
+    from plsc.features.dynamic.named_table import find_names
+    from plsc.features.dynamic.removed_rows import files_of_run
     from plsc.train.checkpoint_inspection import find_checkpoints
 
     paths, names = find_checkpoints(args.path), _names(args, least=0 if args.removed else 1)
@@ -163,8 +163,8 @@ def _rows_found(
     args: argparse.Namespace, names: list[str], paths: list[Path], files: list[Path]
 ) -> list[dict[str, str]]:
     """What ``files`` hold of rows that the copies from before have."""
-    from plsc.features.classes.named_table import NamedTable
-    from plsc.features.classes.removed_rows import FormerTable, RemovedRows
+    from plsc.features.dynamic.named_table import NamedTable
+    from plsc.features.dynamic.removed_rows import FormerTable, RemovedRows
 
     former = [table for path in args.removed for table in FormerTable.opened(path, args.table)]
     rows = RemovedRows(former, names, NamedTable(paths[-1], args.table).names)
@@ -194,7 +194,7 @@ def _rename(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.features.classes.named_table import NamedTable
+    from plsc.features.dynamic.named_table import NamedTable
     from plsc.train.checkpoint_inspection import find_checkpoints
 
     source = NamedTable(find_checkpoints(args.source)[-1], args.table)
@@ -204,7 +204,7 @@ def _add(args: argparse.Namespace) -> dict[str, Any]:
 
 def _changed(args: argparse.Namespace, change: "Callable[[NamedTable], object]", said: str) -> dict[str, Any]:
     """Change the newest checkpoint: the one that a run goes on from."""
-    from plsc.features.classes.named_table import NamedTable
+    from plsc.features.dynamic.named_table import NamedTable
     from plsc.train.checkpoint_inspection import find_checkpoints
 
     path = find_checkpoints(args.path)[-1]
@@ -216,7 +216,7 @@ def _changed(args: argparse.Namespace, change: "Callable[[NamedTable], object]",
 
 
 def _info(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.features.classes.named_table import NamedTable
+    from plsc.features.dynamic.named_table import NamedTable
     from plsc.train.checkpoint_inspection import find_checkpoints
     from plsc.train.stored_table import WEIGHT, open_table
 

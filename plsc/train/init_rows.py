@@ -67,7 +67,7 @@ def _check_names(source: str, classes: int, names: Sequence[str]) -> None:
         if each and str(name) not in each:
             raise UsageError(
                 f"head.init_rows = {source} is of other classes than the data: class {number:,} is {quoted(each[0])} "
-                f"there and {quoted(name)} here; make it of this data, or set classes.max_classes, which goes by names"
+                f"there and {quoted(name)} here; make it of this data, or set dynamic.max_classes, which goes by names"
             )
 
 

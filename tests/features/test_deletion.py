@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FEATURES = ["asynchronous", "averaging", "classes", "compatible", "fp8", "frozen"]
+FEATURES = ["asynchronous", "averaging", "compatible", "dynamic", "fp8", "frozen"]
 CONFIGURATION = ["tests/test_config.py", "tests/test_config_refusals.py"]
 CORE = ["tests/head", "tests/optim", "tests/parallel", "tests/train", *CONFIGURATION]
 

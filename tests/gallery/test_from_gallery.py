@@ -160,7 +160,7 @@ def test_a_damaged_or_foreign_picture_is_left_out(tmp_path: Path, capsys: pytest
 def test_a_table_trained_on_them_knows_the_ids_and_not_the_names(tmp_path: Path) -> None:
     people = fill(tmp_path / "gallery")
     assert from_gallery(tmp_path / "gallery", tmp_path / "people") == 0
-    words = ["--data.train", tmp_path / "people", "--steps", 2, "--classes.max_classes", 100, "--data.batch_size", 10]
+    words = ["--data.train", tmp_path / "people", "--steps", 2, "--dynamic.max_classes", 100, "--data.batch_size", 10]
     assert main(["train", "avatars_quickstart", "--out", *map(str, [tmp_path / "run", *words])]) == 0
     report = tmp_path / "table.json"
     assert main(["table", "info", str(tmp_path / "run"), "--names", "--json", str(report)]) == 0

@@ -180,7 +180,7 @@ def test_drawn_people_are_told_by_name(tmp_path: Path, ranks: Ranks) -> None:
 @pytest.mark.feature("classes")
 def test_a_growing_table_finds_its_rows_by_name(tmp_path: Path, ranks: Ranks) -> None:
     data, out = write_people(tmp_path / "people"), tmp_path / "run"
-    changes = {"data.train": str(data), "classes.max_classes": 6}
+    changes = {"data.train": str(data), "dynamic.max_classes": 6}
     ranks(1, run, out, {**SHORT, **changes})
     (data / "bob").rename(data / "zed")
     ranks(1, run, out, {**FOUR, **changes}, "auto")

@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_and_logs_the_loss(ranks, tmp
     [
         {},
         {"optim.accumulate": 2, "data.batch_size": 6},
-        {"classes.max_classes": 12, "sync_batchnorm": True},
+        {"dynamic.max_classes": 12, "sync_batchnorm": True},
         {"precision": "bf16", "head.weight_dtype": "bfloat16"},
     ],
     ids=str,
@@ -274,7 +274,7 @@ def test_a_damaged_embedding_set_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_old_run_whose_classes_have_names_of_their_own(ranks, tmp_path):
-    ranks(1, run, tmp_path / "old", {**OLD, "classes.max_classes": 9})
+    ranks(1, run, tmp_path / "old", {**OLD, "dynamic.max_classes": 9})
     with open_centres(str(tmp_path / "old")) as centres:
         names = open_dataset("avatars:6x6").class_names
         places = _matched(centres, open_dataset("avatars:6x6")).tolist()
@@ -320,7 +320,7 @@ def test_a_run_does_not_go_on_with_other_centres(ranks, tmp_path):
 
 def test_an_old_run_that_began_anew_is_another_one(ranks, tmp_path):
     ranks(1, run, tmp_path / "old", OLD)
-    changes = {**NEW, "compatible.with": str(tmp_path / "old"), "classes.max_classes": 20, "data.train": "avatars:4x6"}
+    changes = {**NEW, "compatible.with": str(tmp_path / "old"), "dynamic.max_classes": 20, "data.train": "avatars:4x6"}
     ranks(1, run_until, tmp_path / "run", changes, None, 2)
     more = {**changes, "data.train": "avatars:10x6"}  # of which more have a centre
     assert ranks(1, refusal, tmp_path / "run", {**more, "steps": 3}, "auto") == [""]

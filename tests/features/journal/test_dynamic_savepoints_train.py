@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support.tiny_runs import Killable, losses, refusal, register_tiny, run, run_until
 
 from plsc.errors import UsageError
-from plsc.features.classes.named_table import NamedTable
+from plsc.features.dynamic.named_table import NamedTable
 from plsc.files import read_json
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
@@ -23,8 +23,8 @@ COMING = {
     "epochs": None,
     "steps": 14,
     "data.batch_size": 4,
-    "classes.max_classes": 14,
-    "classes.expire_after": 2,  # of ten classes, four at a time: they go, and come again
+    "dynamic.max_classes": 14,
+    "dynamic.expire_after": 2,  # of ten classes, four at a time: they go, and come again
     "head.weight_dtype": "bfloat16",
     "head.momentum_dtype": "int8",
     "checkpoint.every_steps": 3,
@@ -102,6 +102,6 @@ def test_rows_in_files_are_not_changed_from_outside(tmp_path: Path) -> None:
             change()
     assert main(["table", "rename", str(tmp_path / "run"), name, "Ada"]) == 0
     more = {**changes, "steps": 4}
-    assert "holds a table with" in refusal(ONE, tmp_path / "run", {**more, "classes.max_classes": 20}, "auto")
+    assert "holds a table with" in refusal(ONE, tmp_path / "run", {**more, "dynamic.max_classes": 20}, "auto")
     run(ONE, tmp_path / "run", more, resume="auto")
     assert "Ada" in NamedTable(find_checkpoints(tmp_path / "run")[-1]).names

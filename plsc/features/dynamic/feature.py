@@ -4,9 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.features.classes.config import other_classes
-from plsc.features.classes.dynamic_head import DynamicHead
-from plsc.features.classes.named_first_rows import insert_first_rows
+from plsc.features.dynamic.config import other_classes
+from plsc.features.dynamic.dynamic_head import DynamicHead
+from plsc.features.dynamic.named_first_rows import insert_first_rows
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents
@@ -14,7 +14,7 @@ from plsc.train.feature import Feature
 from plsc.train.tables import TrainedTable
 
 
-class Classes(Feature):
+class DynamicClasses(Feature):
     """Tells tables the names of their data's classes, and keeps the keys of these in checkpoints."""
 
     def set_up(self, components: TrainComponents, *, exact: bool) -> None:

@@ -1,4 +1,4 @@
-"""The keys of [classes]."""
+"""The keys of [dynamic]."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from plsc.toml_keys import key
 
 if TYPE_CHECKING:
     from plsc.config import Config
-    from plsc.features.classes.feature import Classes
+    from plsc.features.dynamic.feature import DynamicClasses
     from plsc.head import ShardedHead  # which imports torch, as the others do
     from plsc.losses.margins import Margin
     from plsc.parallel import Mesh
 
 
 @dataclass(frozen=True)
-class ClassesConfig(FeatureConfig):
-    """[classes]: classes that come and go, and are known by their names.
+class DynamicConfig(FeatureConfig):
+    """[dynamic]: classes that come and go, and are known by their names.
 
     Attributes:
         max_classes: The most classes that there may come to be: classes are known by their names then, come into the
@@ -41,22 +41,22 @@ class ClassesConfig(FeatureConfig):
 
     def is_on(self, run: "Config") -> bool:
         """See :meth:`FeatureConfig.is_on`; a table may have it alone."""
-        return self.max_classes is not None or run.is_given_in_tables("classes.max_classes")
+        return self.max_classes is not None or run.is_given_in_tables("dynamic.max_classes")
 
     @property
     def cause(self) -> str:
         """See :attr:`FeatureConfig.cause`."""
-        return "classes.max_classes" + ("" if self.max_classes is None else f" = {self.max_classes}")
+        return "dynamic.max_classes" + ("" if self.max_classes is None else f" = {self.max_classes}")
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Refuse keys that mean nothing without the first, and ranks that share a head otherwise."""
         if self.max_classes is None and (self.admit_after > 1 or self.expire_after is not None):
             yield (
-                "classes.admit_after and classes.expire_after go with classes.max_classes: give it, or leave them out"
+                "dynamic.admit_after and dynamic.expire_after go with dynamic.max_classes: give it, or leave them out"
             )
         for axis in ("tp", "pp") if self.max_classes is not None else ():
             if (ranks := getattr(run.parallel, axis)) > 1:
-                yield f"classes.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out"
+                yield f"dynamic.max_classes is not made for parallel.{axis} = {ranks}; leave one of them out"
 
     def head_kind(self) -> "Callable[..., ShardedHead] | None":
         """See :meth:`FeatureConfig.head_kind`."""
@@ -66,11 +66,11 @@ class ClassesConfig(FeatureConfig):
         """See :meth:`FeatureConfig.planned_classes`."""
         return max(classes, self.max_classes or 0)
 
-    def make(self, run: "Config") -> "Classes":
+    def make(self, run: "Config") -> "DynamicClasses":
         """See :meth:`FeatureConfig.make`."""
-        from plsc.features.classes.feature import Classes
+        from plsc.features.dynamic.feature import DynamicClasses
 
-        return Classes(run)
+        return DynamicClasses(run)
 
     @classmethod
     def former_state(cls, state: Mapping[str, Any]) -> Any:
@@ -89,7 +89,7 @@ class ClassesConfig(FeatureConfig):
     @classmethod
     def class_names(cls, path: Path, table: str) -> list[list[str]] | None:
         """See :meth:`FeatureConfig.class_names`."""
-        from plsc.features.classes.named_table import class_names
+        from plsc.features.dynamic.named_table import class_names
 
         return class_names(path, table)
 
@@ -97,22 +97,22 @@ class ClassesConfig(FeatureConfig):
 def other_classes(was: str, now: str) -> str:
     """Why a run cannot go on whose classes came and went and do not any more, or the other way round."""
     return (
-        f"classes.max_classes was {was} when the run began and is {now} now; set it back to go on, or begin another "
+        f"dynamic.max_classes was {was} when the run began and is {now} now; set it back to go on, or begin another "
         "run (another --out), with --init_weights RUN/model.safetensors to build on this one"
     )
 
 
 def _make_head(
-    section: ClassesConfig, dim: int, num_classes: int, mesh: "Mesh", margin: "Margin", **options: Any
+    section: DynamicConfig, dim: int, num_classes: int, mesh: "Mesh", margin: "Margin", **options: Any
 ) -> "ShardedHead":
     """The head of ``section``, whose data has so many classes; UsageError where these are too many."""
-    from plsc.features.classes.dynamic_head import DynamicHead
+    from plsc.features.dynamic.dynamic_head import DynamicHead
     from plsc.progress import counted
 
     assert section.max_classes is not None
     if num_classes > section.max_classes:
         raise UsageError(
-            f"classes.max_classes = {section.max_classes:,}, and data.train has {counted(num_classes, 'class')}; make "
+            f"dynamic.max_classes = {section.max_classes:,}, and data.train has {counted(num_classes, 'class')}; make "
             "it as large as the table may come to be"
         )
     own = (section.first_rows, section.admit_after, section.expire_after)

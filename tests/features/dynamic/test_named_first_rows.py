@@ -12,7 +12,7 @@ from support.tiny_runs import Killable, losses, register_tiny, run
 import plsc
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import DataError, PlscError, UsageError
-from plsc.features.classes.named_first_rows import insert_first_rows
+from plsc.features.dynamic.named_first_rows import insert_first_rows
 from plsc.files import read_json, write_json
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
@@ -20,7 +20,7 @@ from plsc.tools.entry import main
 Ranks = Any
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 DIM = 16
-COMING = {"backbone": "plain", "epochs": None, "steps": 3, "data.batch_size": 8, "classes.max_classes": 14}
+COMING = {"backbone": "plain", "epochs": None, "steps": 3, "data.batch_size": 8, "dynamic.max_classes": 14}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six classes by name, what it exports, and one of fixed classes."""
     folder = tmp_path_factory.mktemp("source")
     run(ONE, folder / "run", {**COMING, "data.train": "avatars:6x4"})
-    run(ONE, folder / "fixed", {**COMING, "data.train": "avatars:6x4", "classes.max_classes": None, "head.centers": 2})
+    run(ONE, folder / "fixed", {**COMING, "data.train": "avatars:6x4", "dynamic.max_classes": None, "head.centers": 2})
     weights = str(folder / "weights.safetensors")
     assert main(["table", "export", str(folder / "run"), str(folder / "rows.safetensors")]) == 0
     centres = ["--centres", str(folder / "rows.npy")]

@@ -1,4 +1,4 @@
-"""First rows by name, of tables whose classes come and go: ``head.init_rows`` together with ``classes.max_classes``."""
+"""First rows by name, of tables whose classes come and go: ``head.init_rows`` together with ``dynamic.max_classes``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
-from plsc.features.classes.dynamic_head import DynamicHead
-from plsc.features.classes.first_rows import FirstRows
-from plsc.features.classes.named_table import class_names
+from plsc.features.dynamic.dynamic_head import DynamicHead
+from plsc.features.dynamic.first_rows import FirstRows
+from plsc.features.dynamic.named_table import class_names
 from plsc.files import read_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.regular_files import map_npy

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.features.classes.key_map import Keys
+from plsc.features.dynamic.key_map import Keys
 from plsc.head.class_table import ClassRows, ClassTable, class_range, renew_norms
 
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from support.tiny_runs import run
 
 from plsc.errors import UsageError
-from plsc.features.classes.removed_rows import FormerTable, RemovedRows
+from plsc.features.dynamic.removed_rows import FormerTable, RemovedRows
 from plsc.files import read_json
 from plsc.tools.entry import main
 from plsc.train import byte_search
 from plsc.train.byte_search import ByteSearch
 
 Ranks = Any
-DYNAMIC = {"backbone": "plain", "epochs": None, "steps": 6, "checkpoint.every_steps": 3, "classes.max_classes": 14}
+DYNAMIC = {"backbone": "plain", "epochs": None, "steps": 6, "checkpoint.every_steps": 3, "dynamic.max_classes": 14}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor
 from plsc.config import KeepConfig
 from plsc.errors import IntegrityError, UsageError
 from plsc.feature_config import keeper_of_tables
-from plsc.features.classes.key_map import KeyMap, Keys
+from plsc.features.dynamic.key_map import KeyMap, Keys
 from plsc.files import read_json, write_json
 from plsc.head.class_table import SMALLEST_NORM
 from plsc.parallel import Mesh
@@ -57,8 +57,8 @@ class NamedTable:
         stored.value("config.head", dict)
         config = stored.state["config"]
         trees = [config, *(each for each in config.get("table", ()) if each.get("name") == table)]
-        # keys of [classes] were of [head] in former versions
-        sections = [tree.get(name, {}) for tree in trees for name in ("head", "classes")]
+        # keys of [dynamic] were of [head] in former versions
+        sections = [tree.get(name, {}) for tree in trees for name in ("head", "dynamic")]
         self._head: dict[str, Any] = {name: value for section in sections for name, value in section.items()}
         self._keys_prefix, self._weight = f"keys.{prefix}", f"head.{prefix}weight"
         names = [self._weight, *(f"head_optimizer.{prefix}{name}" for name in _column_names(stored, prefix))]
@@ -66,7 +66,7 @@ class NamedTable:
         if "name_bytes" not in state:
             raise UsageError(
                 f"{path} holds no table {table} whose classes have names: they are numbers of the data, which cannot "
-                "change, unless a run has classes.max_classes"
+                "change, unless a run has dynamic.max_classes"
             )
         self.key_map = KeyMap()
         self.key_map.load_state(state, [0])
@@ -246,7 +246,7 @@ class NamedTable:
     def _refuse_in_files(self) -> None:
         if self.in_files:
             raise UsageError(
-                f"rows of {self.path} lie in files that the run alone changes: let classes.expire_after remove "
+                f"rows of {self.path} lie in files that the run alone changes: let dynamic.expire_after remove "
                 "classes, or a script that trains"
             )
 

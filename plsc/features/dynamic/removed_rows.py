@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.features.classes.named_table import NamedTable
+from plsc.features.dynamic.named_table import NamedTable
 from plsc.head.host_memory import mapped_file
 from plsc.head.low_precision import scale_name
 from plsc.parallel import Mesh

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.features.classes.key_map import Keys
+from plsc.features.dynamic.key_map import Keys
 from plsc.head.class_table import SMALLEST_NORM
 
 _STD = 0.01  # of a row's numbers at its beginning, as in a fixed table

@@ -8,8 +8,8 @@ from support.head_problems import HIGH
 
 import plsc
 from plsc.errors import DataError, UsageError
-from plsc.features.classes import key_map
-from plsc.features.classes.key_map import KeyMap
+from plsc.features.dynamic import key_map
+from plsc.features.dynamic.key_map import KeyMap
 
 DIM, LR = 12, 0.3
 ARC = plsc.ArcFace(s=16.0, m=0.3)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.features.classes.agreed_keys import any_lack, are_fit, same_keys
-from plsc.features.classes.dense_rows import DenseRows, evenly_placed, shares
-from plsc.features.classes.first_rows import FirstRows
-from plsc.features.classes.key_map import KeyMap, Keys
+from plsc.features.dynamic.agreed_keys import any_lack, are_fit, same_keys
+from plsc.features.dynamic.dense_rows import DenseRows, evenly_placed, shares
+from plsc.features.dynamic.first_rows import FirstRows
+from plsc.features.dynamic.key_map import KeyMap, Keys
 from plsc.head.class_table import SMALLEST_NORM, TableShape
 from plsc.head.kept_rows import KeptClasses, KeptKeys, KeptRows
 from plsc.head.sharded_head import ShardedHead

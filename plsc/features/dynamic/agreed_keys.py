@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.features.classes.key_map import Keys
+from plsc.features.dynamic.key_map import Keys
 from plsc.parallel.collectives import all_gather_numbers
 from plsc.parallel.mesh import Mesh
 

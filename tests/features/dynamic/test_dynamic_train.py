@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from support.tiny_runs import Killable, assert_same_losses, refusal, run, run_until, stored
 
 from plsc.errors import UsageError
-from plsc.features.classes.key_map import KeyMap
-from plsc.features.classes.named_table import NamedTable
+from plsc.features.dynamic.key_map import KeyMap
+from plsc.features.dynamic.named_table import NamedTable
 from plsc.files import read_json
 from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
@@ -24,7 +24,7 @@ DYNAMIC = {
     "epochs": None,
     "steps": 10,
     "data.batch_size": 12,
-    "classes.max_classes": 14,
+    "dynamic.max_classes": 14,
 }
 
 
@@ -76,9 +76,9 @@ def test_other_data_goes_on_with_the_rows_of_before(whole: Path, ranks: Ranks) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"classes.max_classes": None}, "classes.max_classes was set when the run began and is unset now"),
-        ({"classes.max_classes": 9}, "classes.max_classes = 9, and data.train has 10 classes"),
-        ({"classes.max_classes": 11, "data.train": "avatars:2x6"}, "max_classes = 11 is too few for the 12 classes"),
+        ({"dynamic.max_classes": None}, "dynamic.max_classes was set when the run began and is unset now"),
+        ({"dynamic.max_classes": 9}, "dynamic.max_classes = 9, and data.train has 10 classes"),
+        ({"dynamic.max_classes": 11, "data.train": "avatars:2x6"}, "max_classes = 11 is too few for the 12 classes"),
     ],
 )
 def test_what_does_not_go_on_is_refused(whole: Path, ranks: Ranks, changes: dict[str, Any], message: str) -> None:
@@ -91,12 +91,12 @@ def test_tables_of_one_run_are_dynamic_each_by_itself(tmp_path: Path, ranks: Ran
         {
             "name": "faces",
             "data": {"train": "avatars:10x6"},
-            "classes": {"max_classes": 20},
+            "dynamic": {"max_classes": 20},
             "head": {"placement": "host"},
         },
         {"name": "scenes", "data": {"train": "avatars:8x4@50"}},
     ]
-    changes = {**DYNAMIC, "classes.max_classes": None, "steps": 5, "table": tables, "head.momentum_dtype": "int8"}
+    changes = {**DYNAMIC, "dynamic.max_classes": None, "steps": 5, "table": tables, "head.momentum_dtype": "int8"}
     ranks(1, run, tmp_path / "one", {**changes, "checkpoint.every_steps": 2})
     ranks(2, run, tmp_path / "two", {**changes, "data.batch_size": 6, "checkpoint.every_steps": 2})
     assert_same_losses(tmp_path / "two", tmp_path / "one", rel=1e-3)
@@ -107,7 +107,7 @@ def test_groups_that_are_averaged_go_on_after_a_checkpoint_as_others(tmp_path: P
         **DYNAMIC,
         "steps": 9,
         "data.batch_size": 5,
-        "classes.expire_after": 2,
+        "dynamic.expire_after": 2,
         "head_ranks": 1,
         "replicas.averaging_period": 3,
     }
@@ -151,7 +151,7 @@ def test_a_removed_class_is_in_no_file_and_the_run_goes_on(
 def test_a_name_that_no_batch_has_met_is_removed_too(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(1, run, tmp_path, {**DYNAMIC, "steps": 1, "classes.admit_after": 50, "checkpoint.every_steps": 1})
+    ranks(1, run, tmp_path, {**DYNAMIC, "steps": 1, "dynamic.admit_after": 50, "checkpoint.every_steps": 1})
     assert main(["table", "check", str(tmp_path), "avatar-3"]) == 1
     assert main(["table", "remove", str(tmp_path), "avatar-3"]) == 0
     assert main(["table", "check", str(tmp_path), "avatar-3"]) == 0
@@ -161,7 +161,7 @@ def test_a_name_that_no_batch_has_met_is_removed_too(
         assert "has no class with a row yet; train it further first" in capsys.readouterr().err
     with pytest.raises(UsageError, match="has no class with a row yet"):
         NamedTable(find_checkpoints(tmp_path)[-1]).add(NamedTable(find_checkpoints(tmp_path)[-1]))
-    (result,) = ranks(1, run, tmp_path, {**DYNAMIC, "steps": 2, "classes.admit_after": 1}, "auto")
+    (result,) = ranks(1, run, tmp_path, {**DYNAMIC, "steps": 2, "dynamic.admit_after": 1}, "auto")
     assert result["steps"] == 2
 
 
@@ -210,7 +210,7 @@ def test_what_a_table_does_not_hold_is_refused(whole: Path, copied: Path, ranks:
         table.rename("avatar-7", "avatar-8")
     with pytest.raises(UsageError, match="has a class avatar-8 already"):
         table.add(other, ["avatar-8"])
-    ranks(1, run, tmp_path / "fixed", {**DYNAMIC, "classes.max_classes": None, "steps": 1})
+    ranks(1, run, tmp_path / "fixed", {**DYNAMIC, "dynamic.max_classes": None, "steps": 1})
     with pytest.raises(UsageError, match="they are numbers of the data"):
         NamedTable(find_checkpoints(tmp_path / "fixed")[-1])
 
