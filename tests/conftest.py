@@ -33,7 +33,7 @@ from support.interpreter import Interpreter  # noqa: E402
 from support.live_ring import run_live, summary  # noqa: E402
 from support.measured import Commands  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
-from support.rings import mark_second_ring, unknown_cases  # noqa: E402
+from support.rings import keeps_to_its_process, mark_second_ring, unknown_cases  # noqa: E402
 from support.time_limit import time_limit  # noqa: E402
 
 pytest_plugins = ["pytester"]  # tests of the rings run tests
@@ -137,7 +137,7 @@ def has_feature(name: str) -> bool:
 @contextlib.contextmanager
 def watched(item: pytest.Item) -> Iterator[None]:
     """The first ring's tests keep to their process, but for those that say ``live``; GPUs' compilers are processes."""
-    if any(item.get_closest_marker(name) for name in ("live", "exhaustive", "gpu")):
+    if not keeps_to_its_process(item):
         yield
         return
     from plsc.models import trial
@@ -192,8 +192,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 DESELECTED = pytest.StashKey[int]()
 LEFT_OUT = {
-    "not exhaustive": "the second ring, which repeats the first on other options; 'make test-all'",
-    "not exhaustive and not slow": "slow tests (training, kills, wheels, large tables); 'make test', 'make test-all'",
+    "not exhaustive": "the second ring: live and slow tests, other engines and options; 'make test-all'",
 }
 SKIP_HINTS = {
     "needs Chromium": "the page's tests; install Chromium to run them (Debian, Ubuntu: apt-get install chromium)",

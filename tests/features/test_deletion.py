@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FEATURES = ["asynchronous", "averaging", "compatible", "dynamic", "fp8", "frozen"]
 CONFIGURATION = ["tests/test_config.py", "tests/test_config_refusals.py"]
-CORE = ["tests/head", "tests/optim", "tests/parallel", "tests/train", *CONFIGURATION]
+# The core's tests in two parts, each of which ends within the limit of a test.
+CORE = {"head": ["tests/head", "tests/optim", "tests/parallel", *CONFIGURATION], "train": ["tests/train"]}
 
 
 def copy_without(folder: Path, features: list[str]) -> None:
@@ -41,14 +42,15 @@ def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: P
     sections = run(tmp_path, "-c", code)
     assert f"'{feature}'" not in sections
     assert all(f"'{other}'" in sections for other in FEATURES if other != feature)
-    collected = run(tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *CORE)
+    collected = run(tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *sum(CORE.values(), []))
     assert collected.count("::test_") > 1000
 
 
 @pytest.mark.live
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_cores_first_ring_passes_without_any_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", CORE)
+def test_the_cores_first_ring_passes_without_any_of_them(part: str, tmp_path: Path) -> None:
     copy_without(tmp_path, FEATURES)
-    said = run(tmp_path, "-m", "pytest", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *CORE)
+    said = run(tmp_path, "-m", "pytest", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *CORE[part])
     assert re.search(r"[1-9][0-9]{2,} passed", said)
