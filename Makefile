@@ -12,13 +12,12 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES) \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
-.PHONY: help install lock quickstart test test-all test-fast test-oldest fuzz gpu-day lint docs clean
+.PHONY: help install lock quickstart test test-all test-oldest fuzz gpu-day lint docs clean
 
 help:
 	@echo "make quickstart   train on drawn identities, evaluate on unseen ones, fill a gallery; writes quickstart/report.html"
-	@echo "make test         the tests that guard behaviour, in six to seventeen minutes on two cores"
-	@echo "make test-all     these and the second ring: everything, in forty to seventy minutes on two cores"
-	@echo "make test-fast    the tests without the slow ones, for the inner loop"
+	@echo "make test         the tests within one process, in about six minutes on two cores"
+	@echo "make test-all     these and the second ring, live and slow tests: everything, in about an hour on two cores"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
 	@echo "make fuzz         fuzz targets of readers and routes; SECONDS=300 TARGET=rec SEED=7; inputs that fail go to fuzz-failures/"
 	@echo "make gpu-day      on a machine with a GPU: examination, GPU tests, benchmarks; into gpu-day/, within an hour; ARGS='--again tests'"
@@ -63,9 +62,6 @@ test: install
 
 test-all: test
 	$(VENV)/bin/python $(PYTEST) -m exhaustive
-
-test-fast: install
-	$(VENV)/bin/python $(PYTEST) -m "not exhaustive and not slow"
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(PYTEST)

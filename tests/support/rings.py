@@ -15,10 +15,7 @@ OTHER_ENGINES = {"encrypted", "postgres", "milvus"}
 def mark_second_ring(item: pytest.Item) -> None:
     """Mark what is of the second ring; before ``-m`` chooses. It stays hermetic unless its own marks say otherwise."""
     mark, case = item.get_closest_marker("first_ring"), _case(item) or ""
-    if mark is not None:
-        is_slow = case not in mark.args
-    else:
-        is_slow = item.get_closest_marker("slow") is not None
+    is_slow = case not in mark.args if mark is not None else item.get_closest_marker("slow") is not None
     words = {*case.split("-"), *item.path.stem.split("_")}
     if is_slow or item.get_closest_marker("live") or OTHER_ENGINES & words:
         item.add_marker(pytest.mark.exhaustive(hermetic=True))
