@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
-from plsc.data.joined import JoinedDataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpu_trace.tracer import Tracer
 from plsc.config import Config, class_tables
 from plsc.data.dataset import ImageDataset
+from plsc.features.tables.joined import JoinedDataset
 from plsc.head import class_table
 from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
