@@ -14,6 +14,8 @@ from plsc.plan import Hardware, Links, named_device, parse_memory
 from plsc.plan.advice import Estimate, estimate
 from plsc.plan.plan_config import plan_config
 
+pytestmark = pytest.mark.slow
+
 H100 = named_device("h100")
 BYTES_PER_SECOND = 1e3  # so few that no latency counts
 TRACED = json.loads((Path(__file__).parent / "gpu_trace" / "counts.json").read_text())["scenarios"]

@@ -10,6 +10,8 @@ from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.exhaustive
 def test_training_reads_the_label_file_as_it_is(ranks, tmp_path):

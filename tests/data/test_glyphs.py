@@ -394,6 +394,7 @@ def test_a_run_trains_on_every_label(unihan_folder: Path, tmp_path: Path, monkey
         RotatedDataset(open_dataset(source, image_size=16, label_columns=True))
 
 
+@pytest.mark.slow
 def test_without_unihan_its_package_is_named(unihan_folder: Path) -> None:
     (unihan_folder / "Unihan_Readings.txt").unlink()
     with pytest.raises(UsageError, match="apt-get install unicode-data"):
@@ -401,6 +402,7 @@ def test_without_unihan_its_package_is_named(unihan_folder: Path) -> None:
 
 
 @HAN
+@pytest.mark.slow
 def test_han_characters_of_the_systems_fonts() -> None:
     spec = "glyphs:han:least_fonts=3:fonts=ukai+uming+HanaMinA:labels=character+radical+strokes+reading"
     data = open_dataset(spec, image_size=48, label_columns=True)

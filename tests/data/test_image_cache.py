@@ -171,6 +171,7 @@ def _named_file(mesh: Mesh, faces: str, folder: str) -> int:
     return asked
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_machine_looks_at_the_files(ranks, tmp_path: Path):
     arguments = str(faces(tmp_path / "faces")), str(tmp_path / "cache")
     assert ranks(3, _named_file, *arguments) == [1, 0, 0]

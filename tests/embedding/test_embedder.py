@@ -14,6 +14,8 @@ from plsc.embedding.embedder import CPU_BATCH, Embedder, model_file, open_embedd
 from plsc.embedding.export import export_insightface, export_onnx, export_torch
 from plsc.errors import DataError, PlscError, UsageError
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SIZE, DIM = 48, 16
 
@@ -90,7 +92,6 @@ def test_an_onnx_file_whose_graph_was_changed_loses_its_contract(files: dict[str
     assert open_embedder(tmp_path / "changed.onnx", device=CPU).contract_id != claimed
 
 
-@pytest.mark.first_ring("bf16-safetensors", "fp16-torch")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

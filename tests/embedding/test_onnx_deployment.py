@@ -24,6 +24,8 @@ from plsc.evaluation.precision_loss import JudgedPictures
 from plsc.models.preprocessing import Preprocessing, state_digest
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.slow
+
 SIZE, DIM = 32, 16
 PEOPLE = "avatars:40x5@1000000"
 GRAPHS: dict[str, Any] = {}

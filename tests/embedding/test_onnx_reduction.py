@@ -21,6 +21,8 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.signing import VERIFY_KEY
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.slow
+
 SIZE, DIM, CHANNELS = 32, 16, 8
 PEOPLE = "avatars:40x5@1000000"
 
@@ -110,7 +112,6 @@ def difference(found: torch.Tensor, wanted: np.ndarray) -> float:
     return float(np.abs(found.numpy() - wanted).max() / np.abs(wanted).max())
 
 
-@pytest.mark.first_ring("a batch of one", "of 2018")
 @pytest.mark.parametrize("name", SOURCES)
 def test_fp16_and_pixels_keep_the_embeddings_and_the_contract(name: str, tmp_path: Path) -> None:
     source = write(tmp_path / "theirs.onnx", **SOURCES[name])
@@ -132,7 +133,6 @@ def test_fp16_and_pixels_keep_the_embeddings_and_the_contract(name: str, tmp_pat
         assert weights == {TensorProto.FLOAT16 if precision == "fp16" else TensorProto.FLOAT}
 
 
-@pytest.mark.first_ring("a batch of one", "of 2018")
 @pytest.mark.parametrize("name", SOURCES)
 def test_int8_folds_batch_norms_and_quantises_the_layers_between(name: str, tmp_path: Path) -> None:
     source = write(tmp_path / "theirs.onnx", **SOURCES[name])

@@ -17,6 +17,8 @@ from plsc.embedding.embedder import open_embedder
 from plsc.embedding.export import export_torch
 from plsc.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 Members = dict[str, bytes]
 

@@ -20,6 +20,8 @@ from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_shape import COMPUTED, NEVER, RowKind, Threshold, computed
 from plsc.parallel.mesh import Mesh
 
+pytestmark = pytest.mark.slow
+
 BF16 = RowKind(torch.bfloat16, 512, 1, "ieee")
 ON_GPU = HeadShape(torch.device("cuda"), torch.bfloat16, 512, 1, plsc.ArcFace())
 H100, A100 = ((9, 0), 227 << 10), ((8, 0), 163 << 10)

@@ -15,6 +15,8 @@ from plsc.models import Backbone
 from plsc.models.recompute import every_kth, recomputed_blocks
 from plsc.models.recompute_budget import LiveBytes, recompute_activations
 
+pytestmark = pytest.mark.slow
+
 # (backbone, options, blocks): drop_path and mask_ratio draw random numbers in a pass.
 FAMILIES: list[tuple[str, dict[str, Any], int]] = [
     ("iresnet18", {}, 9),
@@ -62,7 +64,6 @@ def saved_bytes(model: nn.Module, count: int, size: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.first_ring(*(f"{name}-fp32" for name in IDS), "resnet8-bf16", "timm:test_vit-bf16")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "options", "blocks"), FAMILIES, ids=IDS)
 def test_every_number_stays_the_same(

@@ -58,7 +58,7 @@ def assert_same_weights(out: Path, theirs: Path) -> None:
         torch.testing.assert_close(shipped[key], expected[key], rtol=1e-2, atol=2e-3, msg=key)
 
 
-@pytest.mark.first_ring("two pipelines-clipped with the head, average", "interleaved-bf16, recomputed")
+@pytest.mark.first_ring("two pipelines-clipped with the head, average")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "variant"),

@@ -89,7 +89,6 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
         assert found[0] == found[1], name
 
 
-@pytest.mark.first_ring("from fsdp-two micro-batches, average")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["two micro-batches, average", "adamw, clipped with the head"])
 @pytest.mark.parametrize(

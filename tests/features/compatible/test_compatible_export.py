@@ -18,6 +18,8 @@ from plsc.models import create
 from plsc.models.weights import save_model
 from plsc.tools.entry import main
 
+pytestmark = pytest.mark.slow
+
 SIZE = 32
 
 

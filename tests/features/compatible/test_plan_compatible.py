@@ -8,6 +8,8 @@ from plsc.config import load
 from plsc.plan import Hardware, Links, link_speed, named_device, plan
 from plsc.plan.planner import as_text
 
+pytestmark = pytest.mark.slow
+
 CLASSES, OLD, DIM, GPUS = 2_000_000, 3_000, 512, 4
 
 
