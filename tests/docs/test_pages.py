@@ -54,7 +54,7 @@ SETTINGS = {
     ),
     "schedulers.md": Setting(files="faces.toml faces.rec lfw.bin", replaced={"/shared/": "shared/"}),
     "training.md": Setting(files="faces.rec"),
-    "classes.md": Setting(
+    "dynamic.md": Setting(
         parsed_only=[
             f"table {action}" for action in ("remove", "check", "merge", "split", "rename", "add")
         ],  # few steps, few names
