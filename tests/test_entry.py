@@ -200,3 +200,13 @@ def test_torchruns_report_repeats_our_line():
     assert done.returncode == 1
     assert done.stderr.splitlines().count(line) == 1, done.stderr
     assert f"traceback : {line}" in done.stderr
+
+
+@pytest.mark.live
+def test_a_former_key_is_told_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[head]\nmax_classes = 9\n")
+    command = [sys.executable, "-m", "plsc.tools.entry", "train", "run.toml", "--as-toml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    now = "head.max_classes is now called dynamic.max_classes; the old name goes with the next release"
+    assert (done.returncode, done.stderr) == (0, f"plsc train: warning: run.toml: {now}\n")

@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,7 +162,25 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS) or f"; it is one of {', '.join(COMMANDS)}"
         return _fail("plsc", f"no command {name!r}{near} (see plsc --help)", 2)
-    return _run(_tool(name), name, rest)
+    with _plain_warnings(name):
+        return _run(_tool(name), name, rest)
+
+
+@contextmanager
+def _plain_warnings(name: str) -> Iterator[None]:
+    """Show in a line what the next release does not take any more, without its place in our code."""
+    whole = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+        if category is FutureWarning:
+            return f"plsc {name}: warning: {printable(str(message))}\n"
+        return whole(message, category, *place, **line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = whole
 
 
 def _tool(name: str) -> ModuleType:
