@@ -57,7 +57,6 @@ def wheel(published: Path) -> Path:
     return next(published.glob("*.whl"))
 
 
-@pytest.mark.exhaustive
 def test_nothing_but_plsc_lands_in_site_packages(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"plsc", next(n for n in names if "dist-info" in n).split("/")[0]}
@@ -68,7 +67,6 @@ def test_nothing_but_plsc_lands_in_site_packages(wheel: Path) -> None:
     assert licences >= {"LICENSE", *vendored}
 
 
-@pytest.mark.exhaustive
 def test_archives_are_the_same_bytes_when_others_build_them_later(
     source: Path, published: Path, tmp_path: Path
 ) -> None:
@@ -83,7 +81,6 @@ def test_archives_are_the_same_bytes_when_others_build_them_later(
         assert file.read_bytes() == (published / file.name).read_bytes(), file.name
 
 
-@pytest.mark.exhaustive
 def test_the_source_distribution_holds_what_readme_refers_to_and_no_tests(published: Path) -> None:
     with tarfile.open(next(published.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -156,7 +153,6 @@ def work(base: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
 def test_an_installation_without_extras_trains_and_names_the_extra_of_a_command(base: Environment, work: Path) -> None:
     code = "import plsc, plsc.models; print(plsc.__version__, plsc.models.__file__)"
     _, out, _ = base.run("-c", code, cwd=work)
@@ -177,7 +173,6 @@ def test_an_installation_without_extras_trains_and_names_the_extra_of_a_command(
         assert base.run("-m", "plsc.tools.entry", *command.split(), cwd=work)[::2] == (1, expected)
 
 
-@pytest.mark.exhaustive
 def test_an_installation_that_serves_has_all_that_it_needs(wheel: Path, work: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "venv", wheel, "serve")
     serve = ["serve", "--model", "run", "--store", str(tmp_path / "gallery")]
@@ -211,7 +206,6 @@ EXTRAS = {
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_each_extra_brings_what_it_is_for(extra: str, wheel: Path, work: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "venv", wheel, extra)
@@ -227,6 +221,5 @@ def test_every_extra_is_tried_or_cannot_be_here(wheel: Path) -> None:
     assert extras == {*EXTRAS, "all", "dev", "gpu", "power", "serve"}
 
 
-@pytest.mark.exhaustive
 def test_an_installation_without_extras_examines_its_machine(base: Environment, work: Path) -> None:
     assert re.search(r"^all ok: \d+ lines", base.plsc("doctor", cwd=work), re.MULTILINE)

@@ -190,7 +190,6 @@ def test_every_public_name_is_there_and_imported_at_its_first_use_only():
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_torchruns_report_repeats_our_line():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]

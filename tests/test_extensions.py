@@ -60,7 +60,6 @@ to = ["lines"]
 """
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None:
     average = ("--averaging.name", "often")
@@ -87,8 +86,6 @@ def test_a_run_of_two_ranks_takes_one_of_each_kind(installed: Installed) -> None
     assert (installed.folder / "gallery").is_dir()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_packages_features_have_keys_a_plan_and_a_state(installed: Installed) -> None:
     code, out, err = installed.plsc("train", "--list-keys", "tether")

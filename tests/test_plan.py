@@ -53,7 +53,6 @@ def one_rank(config: Config, classes: int) -> PlanConfig:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",

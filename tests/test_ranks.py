@@ -16,7 +16,7 @@ from support.time_limit import time_limit
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_reduce_sum, barrier
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 
 @pytest.fixture(scope="module")

@@ -318,7 +318,6 @@ def test_a_key_that_others_may_read_gets_a_warning(samples: Samples, tmp_path: P
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     private, _ = keys(tmp_path / "keys")
     code = (

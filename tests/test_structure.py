@@ -165,7 +165,6 @@ def test_no_tool_has_a_standard_modules_name():
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_step_a_search_and_an_enrolment_enter_no_more_files_than_the_documentation_says():
     command = [sys.executable, "docs/trace_journeys.py", "--check"]

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu_day, gpu_day_page
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from support.waiting import free_port, wait_until
 from plsc import models
 from plsc.serve.tokens import add_token
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

@@ -127,7 +127,6 @@ def run_page(page: Path, folder: Path) -> PageRun:
 
 
 @pytest.mark.live
-@pytest.mark.first_ring("README")
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("bash") and shutil.which("curl")), reason="needs bash and curl")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)

@@ -298,7 +298,6 @@ def start_ranks(code, file, ranks, world=2):
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["hangs", "never came"])
 def test_a_rank_that_hangs_is_named(tmp_path, ranks):
@@ -320,7 +319,6 @@ def test_a_rank_that_hangs_is_named(tmp_path, ranks):
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_of_torchrun_report_together(tmp_path):
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or shutil.which("torchrun")

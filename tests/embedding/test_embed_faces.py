@@ -101,7 +101,6 @@ def test_a_photo_finds_itself_among_aligned_faces_by_the_detector_alone(way, sce
     assert f"its faces were aligned ({way} " in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_align_as_one_process_does(scene, tmp_path):
     given = ["--detector", f"onnx:{scene / 'd.onnx'}", "--workers", "0"]

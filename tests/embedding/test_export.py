@@ -91,7 +91,6 @@ def test_a_program_of_every_family_passes_its_trial(name: str, tmp_path: Path) -
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: Path) -> None:
     model, path = small(), tmp_path / "m.pt2"

@@ -134,7 +134,6 @@ def test_the_commands_that_embed_and_evaluate_give_timms_logits(model, pictures,
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_service_gives_timms_logits(model: Published, pictures: Path, tmp_path: Path) -> None:
     paths = sorted(pictures.rglob("*.png"))[:2]

@@ -54,7 +54,6 @@ def assert_losses(found: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loops_have_the_losses_of_plsc_train_and_go_on_with_them(tmp_path: Path) -> None:
     sharded = {"sync_batchnorm": True, "parallel.strategy": "fsdp"}
@@ -72,7 +71,6 @@ def test_loops_have_the_losses_of_plsc_train_and_go_on_with_them(tmp_path: Path)
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_lightning_and_torchtitan_have_them_too(tmp_path: Path) -> None:
     tasks: list[tuple[str, Any]] = [("plsc train", {**TRAINED, "out": "a"}), *whole_and_resumed("lightning_module")]
@@ -87,7 +85,6 @@ def test_lightning_and_torchtitan_have_them_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_micro_batches_of_accelerate_are_those_of_plsc_train(tmp_path: Path) -> None:
     accumulate = {"data.train": "avatars:32x10", "steps": 2, "optim.accumulate": 2}  # five batches an epoch
@@ -98,7 +95,6 @@ def test_micro_batches_of_accelerate_are_those_of_plsc_train(tmp_path: Path) -> 
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_on_one(tmp_path: Path) -> None:
     whole, resumed = whole_and_resumed("fsdp2_dcp")
@@ -108,7 +104,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_loss_beside_the_heads_changes_what_is_learnt(library: str, tmp_path: Path) -> None:
@@ -122,7 +117,6 @@ def test_a_loss_beside_the_heads_changes_what_is_learnt(library: str, tmp_path: 
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_both_metrics_say_what_plsc_eval_says_of_the_model(tmp_path: Path) -> None:
     arguments = [*DATA, "--unseen", UNSEEN, "--out", "run"]

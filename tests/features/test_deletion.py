@@ -34,7 +34,6 @@ def run(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: Path) -> None:
     copy_without(tmp_path, [feature])
@@ -49,7 +48,6 @@ def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: P
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("part", CORE)
 def test_the_cores_first_ring_passes_without_any_of_them(part: str, tmp_path: Path) -> None:

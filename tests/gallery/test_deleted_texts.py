@@ -91,7 +91,6 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"key_file": request.getfixturevalue("key_file")} if request.param == "encrypted" else {}
 
 
-@pytest.mark.first_ring("plain")
 @pytest.mark.live
 def test_texts_of_the_deleted_and_changed_leave_all_files_in_time(tmp_path: Path, options: dict[str, Any]) -> None:
     store = SqliteStore(tmp_path / "store", clock=(clock := MovedClock()), **options)

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.live
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 
 
-@pytest.mark.first_ring("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",

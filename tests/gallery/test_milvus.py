@@ -240,7 +240,6 @@ def test_servers_that_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite")
     with milvus_server(tmp_path / "data") as uri:

@@ -9,7 +9,7 @@ import pytest
 
 from gpu_trace import runtime
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 MISSING = runtime.missing()
 SCRIPT = """

@@ -57,7 +57,6 @@ def table() -> dict[tuple, Row]:
     return {key(row): row for row in read()}
 
 
-@pytest.mark.exhaustive
 def test_the_table_holds_everything_that_ships_and_nothing_is_wrong_in_it(table):
     shipped = {
         (v.kernel, v.gpu.name, v.dtype, v.precision if v.dtype == "fp32" else "", v.dim, v.centers, v.listed)
@@ -79,7 +78,6 @@ def test_a_tile_whose_products_are_made_twice_is_refused(tmp_path, monkeypatch):
     assert problem(compiled(Variant("first_pass", GPU["sm_80"], dim=32))) is None
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", STORED)
 def test_stored_logits_are_read_by_wide_loads(tmp_path, monkeypatch, kernel):
     """16 bytes at a time, of batches that 16 divides: they are all of the kernels' traffic."""
@@ -91,7 +89,6 @@ def test_stored_logits_are_read_by_wide_loads(tmp_path, monkeypatch, kernel):
     assert re.search(r"\bst\.global\S*\.v[24]\.b32", built.asm["ptx"])
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RECOMPILED, ids=lambda v: f"{v.kernel}-{v.gpu.name}-{v.dtype}-{v.precision}")
 def test_kernels_compile_as_in_the_table(tmp_path, monkeypatch, table, variant):
@@ -124,7 +121,6 @@ KERNELS = [
 ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "name", "constants"),

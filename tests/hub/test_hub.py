@@ -161,7 +161,6 @@ def test_plsc_and_timm_load_the_same_embeddings(pushed: Pushed, tmp_path: Path) 
     assert found["size"].tolist() == [3, 64, 64]
 
 
-@pytest.mark.exhaustive
 def test_a_signed_push_embeds_and_serves_under_its_key_alone(pushed: Pushed, tmp_path: Path) -> None:
     private, public = keys(tmp_path / "own")
     _, foreign = keys(tmp_path / "foreign")
@@ -185,7 +184,6 @@ def test_a_signed_push_embeds_and_serves_under_its_key_alone(pushed: Pushed, tmp
     np.testing.assert_allclose(found, plsc.load_model(pushed.run)(pixels(1)).numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.exhaustive
 def test_offline_the_cache_is_enough(pushed: Pushed, tmp_path: Path) -> None:
     online = command("eval", "hf-hub:ORG/faces", "--data", SET, environment=pushed.environment)
     assert online.returncode == 0, online.stderr
@@ -215,7 +213,6 @@ def refusals(pushed: Pushed) -> dict[str, tuple[tuple[str, ...], dict[str, str],
     }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [
     "no token", "a bad token", "a full repository", "others' namespace", "a bad name", "no hub", "no hub to load from",
     "no such model", "best of a hub's",
@@ -228,7 +225,6 @@ def test_a_refusal_is_one_line(case: str, pushed: Pushed) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.first_ring("timm:test_vit")
 @pytest.mark.parametrize("name", ["timm:test_vit", "timm:deit_tiny_distilled_patch16_224"])
 def test_timm_loads_an_exported_folder(name: str, tmp_path: Path) -> None:
     """A transformer's embeddings; of a distilled one, whose classifier is two, the features."""
@@ -249,7 +245,6 @@ def test_timm_loads_an_exported_folder(name: str, tmp_path: Path) -> None:
     assert torch.equal(fresh.state_dict()["fc.weight"], written.state_dict()["fc.weight"])
 
 
-@pytest.mark.exhaustive
 def test_another_trunk_is_pushed_and_refused_for_timm_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pushed: Pushed
 ) -> None:

@@ -185,7 +185,6 @@ for precision in ("highest", "medium"):
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 def test_bytes_are_multiplied_exactly_on_a_processor_without_vnni():
     """There, oneDNN's product of bytes saturates pairs of them in 16 bits."""
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PLSC_NATIVE": "0"}

@@ -40,7 +40,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[EmbeddingSet]:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: its limits and its /proc")
 def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
@@ -142,7 +141,6 @@ def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(sets, tmp_path):
     build(sets[:1], tmp_path / "idx", BuildOptions(kind="exact", quiet=True))

@@ -29,7 +29,6 @@ print(new_pages(), int(keep_freed_memory()), new_pages(), in_thread())
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
 def test_what_is_freed_is_used_again() -> None:

@@ -187,7 +187,6 @@ def test_rounding_depends_on_the_seed_and_the_global_row(path):
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_without_a_compiler_pytorch_computes():
     """The switch, and a compiler that fails: training goes on, and a failing compiler is said once."""

@@ -9,7 +9,7 @@ import pytest
 
 from plsc.native import build
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 SOURCES = Path(build.__file__).parent
 PROGRAMS = [Path(__file__).with_name(f"check_{name}_kernels.cpp") for name in ("head", "scan")]

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, DESKTOP, KURT
 from support.page_kit import PageService, chosen, draw, drop, png
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SMALL_PHONE = {"width": 390, "height": 844}

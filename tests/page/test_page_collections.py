@@ -12,7 +12,7 @@ from support.page_kit import PageService, chosen, draw
 
 from plsc.serve.settings import Items
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) -> None:

@@ -11,7 +11,7 @@ from support.page_kit import chosen, draw
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, KURT
 from support.page_kit import PageService, chosen, cosine, draw, drop, embedding, png
 
-pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.page_kit import PageService, chosen, draw
 
 from plsc.gallery.filters import Filter
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 
 def test_the_page_is_served_under_a_strict_policy(service: PageService) -> None:

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from support.page_actions import HOSTILE, overflow
 from support.page_kit import PageService, ProjectedEngine, chosen, draw, png
 
-pytestmark = [pytest.mark.slow, pytest.mark.live, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.live]
 
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 PHONE = {"width": 390, "height": 844}

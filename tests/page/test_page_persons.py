@@ -48,7 +48,6 @@ def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, s
     assert (changed.name, changed.metadata) == ("Amalie Emmy Noether", added.metadata)
 
 
-@pytest.mark.exhaustive
 def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Enrol").click()
@@ -63,7 +62,6 @@ def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, se
     assert len(service.store.persons(people)) == 4
 
 
-@pytest.mark.exhaustive
 def test_a_searched_picture_becomes_a_face_of_a_match_or_a_new_person(
     visit: Any, people: str, service: PageService
 ) -> None:
@@ -85,7 +83,6 @@ def test_a_searched_picture_becomes_a_face_of_a_match_or_a_new_person(
     assert len(service.store.persons(people)) == 5
 
 
-@pytest.mark.exhaustive
 def test_a_picture_is_added_below_the_threshold_only_after_a_question(
     visit: Any, people: str, service: PageService
 ) -> None:
@@ -109,7 +106,6 @@ def test_a_picture_is_added_below_the_threshold_only_after_a_question(
     expect(page.locator("#search-done")).to_be_empty()  # another picture's undo would be a trap
 
 
-@pytest.mark.exhaustive
 def test_enrolling_searching_a_wrong_click_and_its_undo_by_keyboard_alone(
     visit: Any, people: str, service: PageService
 ) -> None:
@@ -140,7 +136,6 @@ def test_enrolling_searching_a_wrong_click_and_its_undo_by_keyboard_alone(
     assert service.store.persons(people)[-1].name == "Hedy"
 
 
-@pytest.mark.exhaustive
 def test_thumbnails_stand_beside_matches_and_persons(visit: Any, serve: Any, tmp_path: Path) -> None:
     service = serve(thumbnails=tmp_path / "thumbnails", keep_thumbnails=True)
     service.enrol(service.collection("staff"), "Kurt", [KURT])  # past HTTP: without a thumbnail
@@ -175,7 +170,6 @@ def test_thumbnails_stand_beside_matches_and_persons(visit: Any, serve: Any, tmp
     assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1
 
 
-@pytest.mark.exhaustive
 def test_an_address_under_the_link_key_is_a_link_and_nothing_else_is(visit: Any, serve: Any) -> None:
     service = serve(link_key="record")
     staff = service.collection("staff")
@@ -195,7 +189,6 @@ def test_an_address_under_the_link_key_is_a_link_and_nothing_else_is(visit: Any,
     expect(page.locator("#person a")).to_have_text("https://files.example.org/ada")
 
 
-@pytest.mark.exhaustive
 def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.locator("#search-picture input").set_input_files(chosen(ADA))
@@ -215,7 +208,6 @@ def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, se
     assert [person.id for person in service.store.persons(people)] == others
 
 
-@pytest.mark.exhaustive
 def test_deleting_by_keyboard_and_escape_keeps(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     open_tab_by_keyboard(page, "Browse")
@@ -237,7 +229,6 @@ def test_deleting_by_keyboard_and_escape_keeps(visit: Any, people: str, service:
     assert [person.name for person in service.store.persons(people)] == [HOSTILE, "Kurt Gödel", None]
 
 
-@pytest.mark.exhaustive
 def test_a_face_is_added_and_one_deleted(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Browse").click()
@@ -257,7 +248,6 @@ def test_a_face_is_added_and_one_deleted(visit: Any, people: str, service: PageS
     assert list(service.store.persons(people)[2].faces) == kept
 
 
-@pytest.mark.exhaustive
 def test_what_somebody_else_deleted_is_told(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Browse").click()

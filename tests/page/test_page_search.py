@@ -42,7 +42,6 @@ def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: st
     expect(page.locator("#matches > li").first).to_contain_text("London")
 
 
-@pytest.mark.exhaustive
 def test_searching_by_keyboard_alone(visit: Any, people: str) -> None:
     page = visit(people)
     choose_by_keyboard(page, page.get_by_role("button", name="A picture to search by"), chosen(KURT))
@@ -67,7 +66,6 @@ def test_searching_by_keyboard_alone(visit: Any, people: str) -> None:
     expect(page.get_by_role("button", name="A picture to search by")).to_be_focused()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["paste", "drop"])
 def test_pictures_are_pasted_and_dropped_anywhere(visit: Any, people: str, how: str) -> None:
     page = visit(people)
@@ -86,7 +84,6 @@ def test_pictures_are_pasted_and_dropped_anywhere(visit: Any, people: str, how: 
     assert shown_matches(page) == expected_matches(GRACE)
 
 
-@pytest.mark.exhaustive
 def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any, people: str) -> None:
     page = visit(people)
     search_for(page, chosen(ADA), 4)
@@ -116,7 +113,6 @@ def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any,
     expect(page.locator("#search-form :invalid")).to_have_count(1)
 
 
-@pytest.mark.exhaustive
 def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, people: str) -> None:
     page = visit(people)
     page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
@@ -140,7 +136,6 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
 
 
-@pytest.mark.exhaustive
 def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, serve: Any) -> None:
     service = serve(threshold=None, false_match_rate=None)
     service.enrol(service.collection("staff"), "Ada", [ADA])
@@ -153,7 +148,6 @@ def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, ser
     expect(page.locator("#matches .judgement")).to_have_text("no threshold")
 
 
-@pytest.mark.exhaustive
 def test_two_pictures_are_compared_by_mouse(visit: Any, people: str) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Compare").click()
@@ -169,7 +163,6 @@ def test_two_pictures_are_compared_by_mouse(visit: Any, people: str) -> None:
     expect(page.locator("#compare-verdict")).to_be_empty()
 
 
-@pytest.mark.exhaustive
 def test_two_pictures_are_compared_by_keyboard(visit: Any, people: str) -> None:
     page = visit(people)
     open_tab_by_keyboard(page, "Compare")

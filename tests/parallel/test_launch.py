@@ -17,7 +17,6 @@ from plsc.tools.entry import main
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     done = run_command("eval", "raw-pixels", "--data", "nowhere/", "--nproc", "2", cwd=tmp_path)
@@ -28,7 +27,6 @@ def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
     """Rank 1 kills itself; rank 0 would wait for ever."""
@@ -104,7 +102,6 @@ def test_an_address_of_another_machine_is_one_line():
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_machines_train_one_run(tmp_path):
     """Both are this one, with a rank each."""

@@ -45,7 +45,6 @@ PROGRAM = textwrap.dedent("""
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_head_groups_find_each_other_whatever_groups_the_program_has_made(tmp_path):
     script = tmp_path / "program.py"

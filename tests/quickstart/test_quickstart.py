@@ -196,7 +196,6 @@ def test_serve_alone_needs_no_second_training(finished, monkeypatch, capsys):
     assert paths.serve_command in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
 def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):
     paths, result, _ = finished
     (paths.run / "left.txt").touch()

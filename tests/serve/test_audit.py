@@ -152,7 +152,6 @@ def enrol_and_look(live: Live, place: str, synced: list[int]) -> tuple[int, int]
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 def test_no_acknowledged_write_lacks_its_line_after_a_kill(tmp_path):
     script = (
         "import asyncio, sys; from plsc.serve.audit import AuditLog; from pathlib import Path\n"
@@ -196,7 +195,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_write_that_was_committed_when_the_service_was_killed_is_a_gap_at_the_next_start(tmp_path, monkeypatch):
     torch.manual_seed(0)

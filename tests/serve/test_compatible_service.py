@@ -184,7 +184,6 @@ def test_what_is_not_compatible_or_is_being_moved_is_refused(gallery: tuple[Path
         assert (refused.status_code, "until the move that is under way is finished" in refused.text) == (409, True)
 
 
-@pytest.mark.exhaustive
 def test_a_gallery_of_two_models_moves_to_one(gallery: tuple[Path, list[int]]) -> None:
     folder, people = gallery
     options: dict[str, Any] = {"keep_pictures": True, "thumbnails": folder / "thumbnails"}

@@ -61,7 +61,6 @@ def drip(crowd: list[socket.socket], byte: bytes = b"x") -> None:
             connection.send(byte)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crowd_keeps_nobody_waiting(guarded, kind):
@@ -187,7 +186,6 @@ def test_the_crowded_address_gives_way(clock):
     assert closed == ["b", "c"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_files_are_kept_back_for_the_store(tmp_path):
     """Where the system allows few files, there are fewer connections, and what the service does itself goes on."""

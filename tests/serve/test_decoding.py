@@ -203,7 +203,6 @@ def ask_beside(live: Live, body: Any) -> tuple[list[Any], threading.Thread]:
     return answers, thread
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_many_large_pictures_do_not_delay_another_caller(live):
     large = encoded(Image.new("RGB", (3400, 3400), "teal"), "WEBP")

@@ -61,7 +61,6 @@ def test_a_prepared_filter_finds_what_the_filter_finds(tmp_path):
             assert found == [match for match in plain if match.person != later][:8]
 
 
-@pytest.mark.exhaustive
 def test_what_was_acknowledged_is_found_by_later_filtered_searches(live):
     """Whoever enrolled before asking finds it, whatever else is batched with the search."""
     ended, statuses = threading.Event(), set()

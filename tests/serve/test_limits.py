@@ -432,7 +432,6 @@ def send_what_is_taken(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("length", ["Content-Length: 1", "Content-Length: 8000000", "Transfer-Encoding: chunked"])
 def test_bodies_of_unknown_callers_take_nothing_from_the_others(tmp_path, length):
@@ -515,7 +514,6 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("seconds", "count"), [(1.0, 8), (3600.0, 40)])
 def test_slow_readers_of_the_metrics_are_cut_off_and_keep_nobody_out(tmp_path, monkeypatch, seconds, count):
     """By their time; where that is long, by their number. The end of the service waits for none of them."""

@@ -141,14 +141,12 @@ def try_out(live: Live, cases: Any, secret: str | None, examples: int) -> None:
     check()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_no_request_breaks_it_or_gets_an_undescribed_answer(live):
     for cases in requests_of(live):
         try_out(live, cases, None, 4)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nor_does_one_with_any_token(tmp_path):
     callers = {

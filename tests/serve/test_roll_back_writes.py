@@ -24,7 +24,7 @@ NAME, WRITES, BEFORE, LATER = "staff", 1000, 60, "2990-01-01T00:00:00.000Z"
 MODELS = {CONTRACT: Linear().weight.double().numpy(), NEW: NextLinear().weight.double().numpy()}
 CLOSE = 1e-5  # a cosine of float32 embeddings against float64
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

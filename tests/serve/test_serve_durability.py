@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_durability.py"
 

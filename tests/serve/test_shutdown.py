@@ -59,7 +59,6 @@ def refuses(host: str | None, port: int | None) -> bool:
     return True
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
     process, line = start(model, tmp_path / "store", "--threshold", "0.5")

@@ -106,7 +106,6 @@ def test_a_body_in_crumbs_waits_for_the_others_who_are_at_work(guarded, busy):
         assert statuses(dear) == {b"400"}, "once the others are done"
 
 
-@pytest.mark.exhaustive
 def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
     """Those that began while their token was alone do not all go on when another comes: a step costs 1,000 s."""
     pay = Turns.charge

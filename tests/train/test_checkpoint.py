@@ -162,7 +162,6 @@ def test_a_best_checkpoint_outlives_the_newer_ones(tmp_path: Path, ranks: Ranks)
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.ranks import HANG_SECONDS
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_rounds.py"
 

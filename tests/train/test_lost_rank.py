@@ -112,7 +112,6 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
             process.stderr.close()
 
 
-@pytest.mark.first_ring("working")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["working", "hasty", "stuck"])
 def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> None:
@@ -135,7 +134,6 @@ def errors_of(ranks: list["subprocess.Popen[str]"], waiting: list[int]) -> list[
     return [line for text in texts for line in text.splitlines() if "error" in line]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_that_reads_for_ever_is_named_with_its_stack(tmp_path: Path) -> None:
     with started(3, tmp_path, "reading", "--parallel.timeout_seconds", "6") as ranks:
@@ -148,7 +146,6 @@ def test_a_rank_that_reads_for_ever_is_named_with_its_stack(tmp_path: Path) -> N
     assert re.search(f" ended: {told}6 s", log)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["working", "saving"])
 def test_a_rank_that_is_stopped_is_named(mode: str, tmp_path: Path) -> None:
@@ -159,7 +156,6 @@ def test_a_rank_that_is_stopped_is_named(mode: str, tmp_path: Path) -> None:
     assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.*step \d+': the others wait", line)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ranks_that_are_asked_to_stop_end_with_the_code_of_the_signal(tmp_path: Path) -> None:
     with started(3, tmp_path, "working") as ranks:
@@ -171,7 +167,6 @@ def test_ranks_that_are_asked_to_stop_end_with_the_code_of_the_signal(tmp_path: 
 
 
 @pytest.mark.feature("asynchronous")
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "half"])
 def test_ranks_that_step_by_themselves_name_it_too(way: str, tmp_path: Path) -> None:
@@ -190,7 +185,6 @@ class Stalled:
         return False
 
 
-@pytest.mark.exhaustive
 def test_a_device_that_stands_still_is_one_line() -> None:
     verdict = Verdict(torch.zeros(1), limit=0.01)
     verdict._event = Stalled()  # type: ignore[assignment]

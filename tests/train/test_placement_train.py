@@ -45,7 +45,6 @@ def test_a_mapped_table_trains_as_one_on_the_device(tmp_path, ranks, accumulate)
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_and_resumed_and_moved(tmp_path):
     """kill -9 while the table lies in a file; the rest of the run with the table on the device, and again in a file."""

@@ -61,7 +61,6 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_restart_goes_on_with_its_own_run_and_with_no_other(tmp_path: Path, ranks: Ranks) -> None:
     script, own, foreign = tmp_path / "script.py", tmp_path / "own", tmp_path / "foreign"

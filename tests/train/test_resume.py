@@ -54,7 +54,6 @@ def test_killed_at_a_random_step(
 
 
 @pytest.mark.live
-@pytest.mark.first_ring("checkpoint.atomic_replace_dir:before")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
@@ -80,7 +79,6 @@ def test_killed_while_it_saves(fault: str, unkilled: Unkilled, tmp_path: Path, r
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number: int, unkilled: Unkilled, tmp_path: Path, ranks: Ranks) -> None:

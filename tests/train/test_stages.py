@@ -75,7 +75,6 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.feature("frozen")
 @pytest.mark.live
-@pytest.mark.first_ring("2-7-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "step", "other"), [(2, 7, 1), (1, 15, 3)])
 def test_a_run_killed_within_a_stage_goes_on_at_another_world(
@@ -93,7 +92,6 @@ def test_a_run_killed_within_a_stage_goes_on_at_another_world(
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
     changes: dict[str, Any] = {

@@ -123,7 +123,6 @@ def wait_for_text(log: Path, text: str, seconds: float = 250.0) -> str:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_of_slurm_saves_at_its_signal_and_goes_on_from_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:
     script = block("train.sbatch").replace("/shared/", "").replace("--nproc 8", "--nproc 2")
@@ -165,7 +164,6 @@ def test_the_job_of_kubernetes_fits_the_published_schema() -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_pods_command_trains_under_the_operators_variables(tmp_path: Path) -> None:
     """The operator's variables for an elastic job, as its controller sets them, with one machine of the two."""

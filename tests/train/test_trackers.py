@@ -95,7 +95,6 @@ def pictures_of_tensorboard(out: Path) -> dict[str, set[int]]:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_trackers_go_on_in_the_same_run_after_a_kill(tmp_path: Path) -> None:
     for package in ("wandb", "mlflow"):

@@ -78,7 +78,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
@@ -94,7 +93,6 @@ def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path)
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_with_a_replica_of_the_table_each(recipe: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
@@ -108,7 +106,6 @@ def test_two_ranks_with_a_replica_of_the_table_each(recipe: Path, tmp_path: Path
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None:
     from PIL import Image
@@ -129,7 +126,6 @@ def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "ranks_line"),

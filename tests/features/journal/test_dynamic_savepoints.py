@@ -127,7 +127,6 @@ def killed(folder: Path, kind: str, writes: int) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_write(tmp_path: Path, kind: str) -> None:

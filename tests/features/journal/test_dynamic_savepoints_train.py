@@ -45,7 +45,6 @@ def rows_of(path: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.live
-@pytest.mark.first_ring("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_inside_and_between_checkpoints(tmp_path: Path, world: int) -> None:

@@ -13,7 +13,7 @@ from plsc.parallel import Mesh
 from plsc.tools.entry import main
 from plsc.train.checkpoint_inspection import describe_checkpoint
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.live]
+pytestmark = pytest.mark.live
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 SAMPLED = {
