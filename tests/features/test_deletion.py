@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FEATURES = ["asynchronous", "averaging", "compatible", "dynamic", "fp8", "frozen"]
+FEATURES = ["asynchronous", "averaging", "compatible", "fp8", "frozen"]
 CONFIGURATION = ["tests/test_config.py", "tests/test_config_refusals.py"]
-# The core's tests in two parts, each of which ends within the limit of a test.
-CORE = {"head": ["tests/head", "tests/optim", "tests/parallel", *CONFIGURATION], "train": ["tests/train"]}
+TRAIN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/train").glob("test_*.py"))
+# The core's tests in parts, each of which ends long before the limit of a test.
+CORE = {
+    "head": ["tests/head"],
+    "parallel": ["tests/optim", "tests/parallel", *CONFIGURATION],
+    **{f"train, {number + 1} of 3": TRAIN[number::3] for number in range(3)},
+}
 
 
 def copy_without(folder: Path, features: list[str]) -> None:
@@ -41,9 +46,8 @@ def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: P
     sections = run(tmp_path, "-c", code)
     assert f"'{feature}'" not in sections
     assert all(f"'{other}'" in sections for other in FEATURES if other != feature)
-    collected = run(
-        tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *CORE["head"], *CORE["train"]
-    )
+    paths = [path for part in CORE.values() for path in part]
+    collected = run(tmp_path, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *paths)
     assert collected.count("::test_") > 1000
 
 

@@ -103,7 +103,7 @@ def test_an_int32_offset_is_named(traced: Traced):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("an extra item", r"host waits \d+ -> \d+: plsc/train/step.py:Stepper._loss item 0 -> 1"),
+        ("an extra item", r"host waits \d+ -> \d+: plsc/train/micro_batches.py:ClassLoss.losses item 0 -> 1"),
         ("a doubled copy", r"bytes per class [\d,.]+ -> [\d,.]+: .*plsc/head/.*clone 0 -> 2,048"),
     ],
 )
