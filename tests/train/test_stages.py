@@ -263,8 +263,8 @@ def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Rank
     ranks(1, run, tmp_path, {"epochs": 2, **CONSTANT, "stage": later}, "auto")
     log = (tmp_path / "train.log").read_text()
     assert (
-        'changed on resume: stage = [{ from_step = 7, frozen = ["layers.0.*", "layers.8.bias"] }] '
-        '(was [{ from_step = 6, frozen = ["layers.0.*"] }])' in log
+        'changed on resume: stage = [{ from_step = 7, frozen.weights = ["layers.0.*", "layers.8.bias"] }] '
+        '(was [{ from_step = 6, frozen.weights = ["layers.0.*"] }])' in log
     )
     first, last = (ranks(1, stored, tmp_path, step, "backbone.")[0] for step in (8, 10))
     assert {key for key in first if torch.equal(first[key], last[key])} == {"layers.0.weight", "layers.8.bias"}
