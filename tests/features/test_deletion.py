@@ -57,4 +57,4 @@ def test_the_keys_of_the_others_stay_where_one_is_gone(feature: str, tmp_path: P
 def test_the_cores_first_ring_passes_without_any_of_them(part: str, tmp_path: Path) -> None:
     copy_without(tmp_path, FEATURES)
     said = run(tmp_path, "-m", "pytest", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *CORE[part])
-    assert re.search(r"[1-9][0-9]{2,} passed", said)
+    assert re.search(r"[1-9][0-9]+ passed", said)
