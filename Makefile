@@ -16,7 +16,7 @@ PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES
 
 help:
 	@echo "make quickstart   train on drawn identities, evaluate on unseen ones, fill a gallery; writes quickstart/report.html"
-	@echo "make test         the tests within one process, in about eight minutes on two cores"
+	@echo "make test         all but live and slow tests, in about eight minutes on two cores"
 	@echo "make test-all     these and the second ring, live and slow tests: everything, in about an hour on two cores"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
 	@echo "make fuzz         fuzz targets of readers and routes; SECONDS=300 TARGET=rec SEED=7; inputs that fail go to fuzz-failures/"
