@@ -28,7 +28,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # make gpu-day takes an 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
-from support.hermetic import harness, hermetic  # noqa: E402
+from support.hermetic import harness, hermetic, unwatched  # noqa: E402
 from support.interpreter import Interpreter  # noqa: E402
 from support.live_ring import run_live, summary  # noqa: E402
 from support.measured import Commands  # noqa: E402
@@ -138,7 +138,8 @@ def has_feature(name: str) -> bool:
 def watched(item: pytest.Item) -> Iterator[None]:
     """The first ring's tests keep to their process, but for those that say ``live``; GPUs' compilers are processes."""
     if not keeps_to_its_process(item):
-        yield
+        with unwatched():
+            yield
         return
     from plsc.models import trial
 

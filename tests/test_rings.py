@@ -1,5 +1,6 @@
 """The rules of the rings: what the first one forbids, what is run again, which cases are left out."""
 
+import gc
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 
 import pytest
-from support.hermetic import harness, hermetic
+from support.hermetic import harness, hermetic, unwatched
 
 FORBIDDEN: dict[str, Callable[[], object]] = {
     "subprocess.Popen": lambda: subprocess.run([sys.executable, "-c", ""]),
@@ -57,6 +58,20 @@ def test_what_stays_within_the_process_and_the_suites_own_door_are_free() -> Non
         far.close()
         with harness():
             subprocess.run([sys.executable, "-c", ""], check=True)
+
+
+def test_what_a_live_test_left_to_the_collector_is_not_held_against_the_next() -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGURG)  # as a loader's iterator does to its workers
+
+    with unwatched():
+        Loader()
+    with hermetic():
+        gc.collect()
 
 
 RINGS = """
