@@ -39,7 +39,8 @@ def hermetic() -> Iterator[None]:
     global _left, _watched
     _install()
     if _left:
-        gc.collect()
+        with harness():
+            gc.collect()
         _left = False
     before, _watched = _watched, []
     try:
