@@ -44,7 +44,10 @@ LEAST_RECORD = 8 + HEADER_BYTES
 MAX_PART_BYTES = 2**29 - 1
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
 LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer up to here, and the next one as this
+_LARGEST_LABEL = 2**53
+NO_LABEL, _NO_INTEGER = -1, -2
 _CHUNK = 2**16
+_MOST_LABELS = 256  # of a record; longer arrays hold something else
 
 WHOLE, FIRST, MIDDLE, LAST = range(4)
 KEYS_HEADER = ("key", "class", "path")
@@ -126,54 +129,74 @@ class RecordFile:
             offsets.append(starts[(flags == WHOLE) | (flags == FIRST)] * 4)
         return np.concatenate(offsets).astype(np.int64) if offsets else np.empty(0, dtype=np.int64)
 
-    def labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Read the label of each record, float64 (N,); NaN where the record is damaged or holds no image.
+    def labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Read the labels of each record, int64 (N,), or (N, K) where an array has K; -1 for those that it lacks.
 
-        Records that lie in each other could hold any multiple of the file's bytes: ValueError where they do.
+        A record that is damaged, or holds no image, has no label. Where a number of an array behind its first is no
+        label, of all records the first is.
+
+        Raises:
+            ValueError: records lie in each other: they could hold any multiple of the file's bytes.
         """
-        labels = np.full(len(offsets), np.nan)
-        extent = 0
+        parts, extent = [], 0
         for start in range(0, len(offsets), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            labels[part], used = self._labels_at(offsets[part])
+            found, used = self._labels_at(offsets[start : start + _CHUNK])
             extent += used
             if extent > len(self._map):
                 raise ValueError("its records overlap")
+            parts.append(found)
+        width = max((part.shape[1] for part in parts), default=1)
+        if width == 1 or any((part == _NO_INTEGER).any() for part in parts):
+            return np.concatenate([np.empty(0, np.int64), *(part[:, 0] for part in parts)])
+        labels = np.full((len(offsets), width), NO_LABEL)
+        for number, part in enumerate(parts):
+            labels[number * _CHUNK : number * _CHUNK + len(part), : part.shape[1]] = part
         return labels
 
-    def _labels_at(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
-        """The labels of some records, and the bytes that these take in the file."""
-        labels = np.full(len(offsets), np.nan)
+    def _labels_at(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """The labels (n, k) of some records, and the bytes that these take in the file."""
         in_file = (offsets >= 0) & (offsets % 4 == 0) & (offsets + 8 + HEADER_BYTES <= len(self._map))
         rows = np.flatnonzero(in_file)
         words = offsets[rows] // 4
-        # One gather of five words per record, for decoding millions of headers in Python takes minutes: magic, length,
-        # flag, label, then (past both ids) the first item of the label array.
-        head = self._words[np.minimum(words[:, None] + np.array([0, 1, 2, 3, 8]), len(self._words) - 1)]
-        floats = head.view("<f4")
-        part_flags, lengths = head[:, 1] >> 29, head[:, 1] & MAX_PART_BYTES
-        content = lengths.astype(np.int64) - HEADER_BYTES - 4 * head[:, 2].astype(np.int64)
-        whole = (head[:, 0] == MAGIC) & (part_flags == WHOLE) & (content > 0)
+        # Gathers of words, for decoding millions of headers in Python takes minutes: magic, length, flag, label, and
+        # behind both ids the array.
+        head = self._words[words[:, None] + np.arange(4)]
+        lengths, counts = (head[:, 1] & MAX_PART_BYTES).astype(np.int64), head[:, 2].astype(np.int64)
+        whole = (head[:, 0] == MAGIC) & (head[:, 1] >> 29 == WHOLE) & (lengths > HEADER_BYTES + 4 * counts)
         whole &= offsets[rows] + 8 + lengths <= len(self._map)
-        labels[rows[whole]] = np.where(head[whole, 2] > 0, floats[whole, 4], floats[whole, 3])
-        extent = int((8 + lengths[whole].astype(np.int64)).sum())
-        for row in rows[(head[:, 0] == MAGIC) & (part_flags == FIRST)]:
-            labels[row], stop = self._label_in_parts(int(offsets[row]))
+        counts = np.where(whole, counts, 0)
+        extent = int((8 + lengths[whole]).sum())
+        in_parts: dict[int, tuple[float, ...]] = {}
+        for row in rows[(head[:, 0] == MAGIC) & (head[:, 1] >> 29 == FIRST)].tolist():
+            in_parts[row], stop = self._labels_in_parts(int(offsets[row]))
             extent += stop - int(offsets[row])
             if extent > len(self._map):
                 raise ValueError("its records overlap")
-        return labels, extent
+        width = max(1, int(counts.max(initial=0)), *map(len, in_parts.values()))
+        if width > _MOST_LABELS:
+            width = 1
+        values = np.full((len(offsets), width), np.nan)
+        values[rows[whole], 0] = head[whole, 3].view("<f4")
+        places = words[:, None] + 8 + np.arange(width)
+        arrays = self._words[np.minimum(places, len(self._words) - 1)].view("<f4")
+        has_array = counts > 0
+        is_item = np.arange(width) < counts[:, None]
+        values[rows[has_array]] = np.where(is_item, arrays, NO_LABEL)[has_array]
+        for row, labels in in_parts.items():
+            values[row, : len(labels)] = labels[:width]
+        return _as_labels(values), extent
 
-    def _label_in_parts(self, offset: int) -> tuple[float, int]:
-        """The label of a record in parts, and where its parts end as far as they are sound."""
+    def _labels_in_parts(self, offset: int) -> tuple[tuple[float, ...], int]:
+        """The labels of a record in parts, and where its parts end as far as they are sound."""
         pieces, stop, fault = self._parts(offset)
         stop = min(stop, len(self._map))
         if fault is not None:
-            return np.nan, stop
+            return (), stop
         try:
-            return unpack_image(_MAGIC_BYTES.join(pieces)).labels[0], stop
+            record = unpack_image(_MAGIC_BYTES.join(pieces))
         except ValueError:
-            return np.nan, stop
+            return (), stop
+        return record.labels if record.image else (), stop
 
     def _part(self, offset: int) -> tuple[int, int, int]:
         """Return (flag, start, stop) of the part at ``offset``."""
@@ -197,6 +220,16 @@ class RecordFile:
         if len(content) < size:
             raise ValueError("the file has become shorter, and ends inside it")
         return content
+
+
+def _as_labels(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Labels from stored numbers (n, k): -1 for no label; :data:`_NO_INTEGER` behind the first for what is none."""
+    with np.errstate(invalid="ignore"):
+        is_label = (values >= NO_LABEL) & (values < _LARGEST_LABEL) & (values == np.floor(values))
+    labels = np.where(is_label, values, NO_LABEL).astype(np.int64)
+    later = labels[:, 1:]
+    later[~is_label[:, 1:] & ~np.isnan(values[:, 1:])] = _NO_INTEGER
+    return labels
 
 
 def unpack_image(content: bytes) -> ImageRecord:
@@ -348,6 +381,11 @@ def label_map_path(records: Path) -> Path:
 def keys_path(records: Path) -> Path:
     """Return the path of the keys file of ``X.rec``: ``X.keys.tsv``."""
     return records.with_suffix(".keys.tsv")
+
+
+def integer_labels_path(records: Path) -> Path:
+    """Return the path of labels past what float32 holds of ``X.rec``: ``X.labels.npy``."""
+    return records.with_suffix(".labels.npy")
 
 
 def escaped(text: str) -> str:

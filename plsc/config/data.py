@@ -37,6 +37,7 @@ class DataConfig:
             times as long.
         workers: Processes per rank that read and augment images ahead; auto: as many as cores are left, 1 to 8; 0 reads
             in the training process.
+        label_columns: Labels taken of a picture that has several, the first ones; 1 as arcface_torch; unset: all.
         max_bad_records: Unreadable images, in whose places the next ones are taken, before the run stops with an error.
         cache: Keep decoded images over the epochs, for all ranks of a machine together: memory; disk:PATH, files in the
             folder PATH, which no other user may write to, for later runs too: as long as names, sizes and times of the
@@ -54,6 +55,7 @@ class DataConfig:
     augment: str = key("flip", choices=("none", "flip", "affine", "standard"), in_stages=True)
     rotation_classes: bool = key(False, renamed_from="turned_classes")
     workers: int | str = key("auto", choices=("auto",), least=0)
+    label_columns: int | None = key(None, least=1)
     max_bad_records: int = key(1000, least=0)
     cache: str = key("auto", choices=("auto", "memory", "disk:PATH", "none"))
 

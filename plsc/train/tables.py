@@ -71,7 +71,7 @@ def _open_data(data: DataConfig) -> ImageDataset:
             image_size=contract.image_size,
             interpolation=contract.interpolation,
             max_bad_records=data.max_bad_records,
-            label_columns=True,
+            label_columns=data.label_columns,
         )
     return RotatedDataset(dataset) if data.rotation_classes else dataset
 

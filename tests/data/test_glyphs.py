@@ -362,7 +362,7 @@ def test_further_labels_are_classes_after_the_characters(unihan_folder: Path) ->
     spec = f"glyphs:41-44:{TWO}:variants=2:labels=character+radical+strokes+reading"
     with pytest.raises(UsageError, match="has 4 labels a picture, and one is wanted"):
         open_dataset(spec)
-    data = open_dataset(spec, image_size=16, label_columns=True)
+    data = open_dataset(spec, image_size=16, label_columns=None)
     assert list(data.class_names) == [
         *("U+0041 A", "U+0042 B", "U+0043 C", "U+0044 D"),
         *("radical 9", "radical 120", "strokes 7", "strokes 12", "reading lü", "reading zhong"),
@@ -391,21 +391,21 @@ def test_a_run_trains_on_every_label(unihan_folder: Path, tmp_path: Path, monkey
     assert len(losses) == 3
     assert np.isfinite(losses).all()
     with pytest.raises(UsageError, match="one label a picture"):
-        RotatedDataset(open_dataset(source, image_size=16, label_columns=True))
+        RotatedDataset(open_dataset(source, image_size=16, label_columns=None))
 
 
 @pytest.mark.slow
 def test_without_unihan_its_package_is_named(unihan_folder: Path) -> None:
     (unihan_folder / "Unihan_Readings.txt").unlink()
     with pytest.raises(UsageError, match="apt-get install unicode-data"):
-        open_dataset("glyphs:41:labels=character+strokes", label_columns=True)
+        open_dataset("glyphs:41:labels=character+strokes", label_columns=None)
 
 
 @HAN
 @pytest.mark.slow
 def test_han_characters_of_the_systems_fonts() -> None:
     spec = "glyphs:han:least_fonts=3:fonts=ukai+uming+HanaMinA:labels=character+radical+strokes+reading"
-    data = open_dataset(spec, image_size=48, label_columns=True)
+    data = open_dataset(spec, image_size=48, label_columns=None)
     names = list(data.class_names)
     assert sum(name.startswith("radical") for name in names) == 214
     row = data.labels[np.flatnonzero(data.labels[:, 0] == names.index("U+4E2D 中"))]

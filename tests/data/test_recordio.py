@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.pictures import stored
 
-import plsc.data.record_dataset
+import plsc.data.shard_index
 from plsc import config as configuration
 from plsc.data import open_dataset
-from plsc.data.record_dataset import RecordDataset
 from plsc.data.recordio import MAGIC, RecordFile, record_writer, write_record
 from plsc.errors import DataError, UsageError
 from plsc.train.tables import open_training_data
@@ -273,24 +272,23 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
         open_dataset(tmp_path / "text.rec")
 
 
-def test_a_large_table_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plsc.data.record_dataset, "CACHE_FROM", 3)
+def test_a_large_index_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", 1)
     path = write_foreign(tmp_path, without_header([5, 6, 7]))
     fresh = open_dataset(path)
-    kept = tmp_path / "train.rec.table.npy"
-    assert kept.is_file()
+    (kept,) = (tmp_path / ".plsc-index").glob("*-*[!k]")
     with monkeypatch.context() as patch:
-        patch.setattr(RecordFile, "labels_at", lambda *_: pytest.fail("the kept table was not used"))
-        again = open_dataset(path)
-    assert again.labels.tolist() == fresh.labels.tolist()
+        patch.setattr(RecordFile, "labels_at", lambda *_: pytest.fail("the kept index was not used"))
+        again = pickle.loads(pickle.dumps(open_dataset(path)))
+    assert again.labels.tolist() == fresh.labels.tolist() == [0, 1, 2]
     assert list(again.class_names) == ["5", "6", "7"]
     assert colour(again.image(2)) == 2
-    content = bytearray(kept.read_bytes())
-    content[-1] ^= 1  # a flipped bit: the table is made anew
-    kept.write_bytes(content)
-    assert list(open_dataset(path).class_names) == ["5", "6", "7"]
-    write_foreign(tmp_path, without_header([5, 6, 8, 9]))  # another file: likewise
+    (kept / "labels.npy").write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"is damaged .*delete it, and it is made anew"):
+        open_dataset(path)
+    write_foreign(tmp_path, without_header([5, 6, 8, 9]))  # another file has an index of its own
     assert list(open_dataset(path).class_names) == ["5", "6", "8", "9"]
+    assert not kept.exists()
 
 
 def test_written_files_follow_the_convention(tmp_path: Path) -> None:
@@ -310,7 +308,6 @@ def test_written_files_follow_the_convention(tmp_path: Path) -> None:
     assert (last.flag, last.labels, last.image) == (2, (4.0, 6.0), b"")
     assert (tmp_path / "property").read_text(encoding="ascii").startswith("2,")
     data = open_dataset(path)
-    assert isinstance(data, RecordDataset)
     assert [data.encoded(i) for i in range(5)] == images
     assert list(data.class_names) == ["ann", "bob"]
 

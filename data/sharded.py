@@ -1,0 +1,191 @@
+"""A data set of shards: rows that an index finds in files of one format."""
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.dataset import EncodedDataset, PackedStringColumn
+from plsc.data.identity import file_stamps
+from plsc.data.shard_index import open_index
+from plsc.data.shards import ShardFormat
+from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import ImageSize
+from plsc.progress import warn
+
+_LOGGED = 10
+_CHECKED = 1024  # images
+
+
+class ShardedDataset(EncodedDataset):
+    """The images of ``shards`` in their order, found by :func:`plsc.data.shard_index.open_index`.
+
+    ``labels`` are (N,), or (N, K) where images have several; all -1 where the shards have none. ``skipped`` holds the
+    fault of each row left out, by key.
+
+    Args:
+        source: as the user wrote it.
+        shards: the files.
+        shard_format: reads them.
+        image_size: as :class:`plsc.data.ImageDataset`'s.
+        max_bad_records: damaged rows that are left out; None: any number.
+        label_columns: labels of an image that are taken, the first ones; None: all.
+
+    Raises:
+        UsageError: a shard does not exist.
+        DataError: one cannot be read; or more than ``max_bad_records`` rows are damaged, or all.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        shards: Sequence[Path],
+        shard_format: ShardFormat,
+        image_size: ImageSize | None,
+        *,
+        max_bad_records: int | None,
+        label_columns: int | None = None,
+    ) -> None:
+        shard_format.check(shards)
+        self.label_columns = label_columns
+        self.shards, self.format = list(shards), shard_format
+        self.index = open_index(source, self.shards, shard_format)
+        super().__init__(source, *self._labels(), image_size)
+        damaged = [(self._of_shard(shard, key), why) for shard, key, why in self.index.damaged]
+        self._check_damage(damaged, max_bad_records)
+        self.skipped = dict(damaged)
+        for key, why in damaged[:_LOGGED]:
+            warn("plsc.data", f"left out: {shard_format.noun} {key} of {source}: {why}")
+        if len(damaged) > _LOGGED:
+            warn("plsc.data", f"left out: {len(damaged) - _LOGGED} {shard_format.noun}s more of {source}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is mapped from a file, which another process maps for itself."""
+        state = self.__dict__.copy()
+        if self.index.folder is not None:
+            del state["index"], state["labels"], state["class_names"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "index" not in state:
+            self.index = open_index(self.source, self.shards, self.format)
+            self.labels, self.class_names = self._labels()
+
+    def key(self, index: int) -> str:
+        """Return the image's name where the format has one, else :meth:`record_key`."""
+        shard, names = self._shard(index), self.index.keys
+        if isinstance(names, np.ndarray):
+            found = self.format.names(self.shards[shard], names[index : index + 1].astype(np.int64))
+            return self.record_key(index) if found is None else found[0]
+        return self.record_key(index)
+
+    def record_key(self, index: int) -> str:
+        """Return the key in the index, after the shard's name where there are several and keys are numbers."""
+        shard, keys = self._shard(index), self.index.keys
+        key = index - int(self.index.starts[shard]) if keys is None else keys[index]
+        return key if isinstance(key, str) else self._of_shard(shard, str(key))
+
+    def sample_ids(self, start: int, stop: int) -> list[str]:
+        """Return the images' names; where they have none, their keys and their places in their files.
+
+        Another file has its records elsewhere, for they are as long as their images. Where these have one length, the
+        checksums of 1,024 of the file's images tell it.
+        """
+        found: list[str] = []
+        while start < stop:
+            shard = self._shard(start)
+            end = min(stop, int(self.index.starts[shard + 1]))
+            found += [self._of_shard(shard, text) for text in self._ids_in(shard, start, end)]
+            start = end
+        return found
+
+    def _ids_in(self, shard: int, start: int, stop: int) -> Sequence[str]:
+        keys = self.index.keys
+        if keys is not None and not isinstance(keys, np.ndarray):
+            return keys[start:stop]
+        if (
+            keys is not None
+            and (names := self.format.names(self.shards[shard], np.asarray(keys[start:stop]))) is not None
+        ):
+            return names
+        first = int(self.index.starts[shard])
+        numbers = range(start - first, stop - first) if keys is None else keys[start:stop].tolist()
+        places = self.index.places[start:stop]
+        found = [
+            f"{key} at {place}"
+            for key, place in zip(numbers, places[:, 0].tolist() if places.shape[1] else numbers, strict=True)
+        ]
+        step = -(-len(self) // _CHECKED)
+        for index in range(start + -start % step, stop, step):
+            with contextlib.suppress(DataError):
+                found[index - start] += f" of {zlib.crc32(self.encoded(index)):08x}"
+        return found
+
+    def stamps(self, start: int, stop: int) -> bytes:
+        """Return the sizes and times of the shards that hold images [start, stop)."""
+        own = self.shards[self._shard(start) : self._shard(stop - 1) + 1]
+        return file_stamps([str(path) for shard in own for path in (shard, *self.format.companions(shard))])
+
+    def encoded(self, index: int) -> bytes:
+        """Read the row's image."""
+        shard = self._shard(index)
+        row, place = index - int(self.index.starts[shard]), self.index.places[index]
+        try:
+            return self.format.read(self.shards[shard], row, place)
+        except ValueError as error:
+            where = f"{self.format.noun} {self.record_key(index)} of {self.shards[shard]}"
+            raise DataError(f"{where} is damaged: {error}") from None
+
+    def columns(self, index: int) -> dict[str, str]:
+        """Return the further texts of image ``index`` by their names."""
+        return {name: texts[index] for name, texts in self.index.columns.items()}
+
+    def check_labels(self) -> None:
+        """Raise where images have no labels, or the format holds some labels only rounded.
+
+        Raises:
+            UsageError: there are none.
+            DataError: a label is past what the format holds exactly.
+        """
+        if self.index.labels is None:
+            options = ", ".join(f"?{name}= ({text})" for name, text in self.format.options.items())
+            raise UsageError(
+                f"{self.source} has no labels; {f'name them by {options}, or ' if options else ''}give data.labels"
+            )
+        self.format.check_classes(self)
+
+    def _labels(self) -> tuple[Any, Sequence[str]]:
+        stored, names, columns = self.index.labels, self.index.class_names, self.label_columns
+        if stored is None:
+            return np.broadcast_to(np.int64(-1), (int(self.index.starts[-1]),)), []
+        labels = stored if self.index.folder is not None else stored.astype(np.int64)
+        if labels.ndim == 1 or columns is None or columns >= labels.shape[1]:
+            return labels, names
+        order = np.argsort(labels < 0, axis=1, kind="stable")[:, :columns]  # the first ones that are there
+        taken = np.take_along_axis(labels, order, 1)
+        taken = taken[:, 0] if columns == 1 else taken
+        present, inverse = np.unique(taken[taken >= 0], return_inverse=True)
+        mapped = np.full(taken.shape, -1, np.int64)
+        mapped[taken >= 0] = inverse
+        return mapped, PackedStringColumn.of(names[number] for number in present.tolist())
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self.index.starts, index, side="right")) - 1
+
+    def _of_shard(self, shard: int, key: str) -> str:
+        return key if len(self.shards) == 1 else f"{self.shards[shard].name}/{key}"
+
+    def _check_damage(self, damaged: list[tuple[str, str]], most: int | None) -> None:
+        total, noun = len(self) + len(damaged), self.format.noun
+        if total == 0:
+            raise DataError(f"{self.source} holds no image {noun}; use another copy")
+        if len(damaged) == total or (most is not None and len(damaged) > most):
+            key, why = damaged[0]
+            raise DataError(
+                f"{len(damaged):,} of the {total:,} {noun}s of {self.source} are damaged, the first with key "
+                f"{key} ({why}); use another copy"
+            )
