@@ -152,6 +152,16 @@ class ImageDataset(ABC):
         """The parts that an epoch mixes: the data set as a whole, but for one that joins several."""
         return Mixture((len(self),))
 
+    @property
+    def labels_sha256(self) -> str:
+        """:func:`plsc.data.identity.labels_digest` of the labels where that is known already, else ""."""
+        return ""
+
+    @property
+    def samples_file(self) -> Path | None:
+        """The file that keeps :func:`plsc.data.identity.samples`; None: it is computed each time."""
+        return None
+
     def __repr__(self) -> str:
         """Return how many images of how many classes these are, and the source."""
         return f"<{type(self).__name__} of {self.source}: {len(self):,} images of {self.num_classes:,} classes>"

@@ -18,10 +18,15 @@ import os
 from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from plsc.errors import PlscError
+from plsc.files import read_json, write_json
 
 if TYPE_CHECKING:
     from plsc.data.dataset import ImageDataset
@@ -43,23 +48,39 @@ def samples(dataset: "ImageDataset") -> dict[str, Any]:
     Raises:
         DataError: the names cannot be read.
     """
+    kept = dataset.samples_file
+    if kept is not None and kept.is_file():
+        found: dict[str, Any] = read_json(kept)
+        return found
     names = (dataset.class_names[start:stop] for start, stop in _spans(len(dataset.class_names)))
     ends = [dataset.sample_ids(row, row + 1)[0] for row in (0, len(dataset) - 1)] if len(dataset) else [""]
     folder, slash, _ = commonprefix(ends).rpartition("/")  # noqa: RUF071 (commonpath would change keys)
     shared = folder + slash
     keys = (dataset.sample_ids(start, stop) for start, stop in _spans(len(dataset)))
-    return {
+    found = {
         **counts(dataset),
         "names_sha256": _strings_digest(names),
         "keys_sha256": _strings_digest([key.removeprefix(shared) for key in block] for block in keys),
     }
+    if kept is not None:
+        with suppress(PlscError, OSError):  # a folder that is full, or may not be written any more
+            write_json(kept, found)
+    return found
 
 
 def counts(dataset: "ImageDataset") -> dict[str, Any]:
-    """The part of :func:`samples` that takes no time: "images", "classes" and "labels_sha256"."""
-    labels = np.ascontiguousarray(dataset.labels, dtype="<i8")
-    digest = hashlib.sha256(labels.data).hexdigest()
+    """The part of :func:`samples` that takes little time: "images", "classes" and "labels_sha256"."""
+    digest = dataset.labels_sha256 or labels_digest([dataset.labels])
     return {"images": len(dataset), "classes": dataset.num_classes, "labels_sha256": digest}
+
+
+def labels_digest(parts: Iterable[NDArray[np.integer[Any]]]) -> str:
+    """SHA-256 of the labels of consecutive images as 64-bit integers, in 64 hexadecimal digits, in bounded memory."""
+    digest = hashlib.sha256()
+    for labels in parts:
+        for start, stop in _spans(len(labels)):
+            digest.update(np.ascontiguousarray(labels[start:stop], dtype="<i8").data)
+    return digest.hexdigest()
 
 
 def samples_id(dataset: "ImageDataset") -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from plsc.data.dataset import PackedStringColumn, map_names, number_names
-from plsc.data.identity import file_stamps
+from plsc.data.identity import file_stamps, labels_digest
 from plsc.data.shards import Scanned, ShardFormat
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_folder, atomic_write, write_json
@@ -44,6 +44,7 @@ class ShardIndex(NamedTuple):
         labels: of the smallest type, (N,) or (N, K), in -1 … C-1; None where there are none.
         keys: texts, or integers (N,); None: the rows' numbers in their shards.
         class_names: C names.
+        labels_sha256: :func:`plsc.data.identity.labels_digest` of ``labels``; "" where there are none.
         highest_number: the largest label before gaps were closed; -1 where there is none.
         damaged: why rows were left out, by shard and key.
         columns: further texts, by their names.
@@ -55,6 +56,7 @@ class ShardIndex(NamedTuple):
     labels: _Int | None
     keys: Sequence[str] | _Int | None
     class_names: Sequence[str]
+    labels_sha256: str
     highest_number: int
     damaged: list[tuple[int, str, str]]
     columns: dict[str, Sequence[str]]
@@ -113,6 +115,7 @@ def _index(content: dict[str, Any], arrays: dict[str, NDArray[Any]], folder: Pat
         labels=arrays.get("labels"),
         keys=texts.get("keys", arrays.get("keys")),
         class_names=texts["names"] if "names" in texts else number_names(arrays["numbers"]),
+        labels_sha256=str(content["labels_sha256"]),
         highest_number=int(content["highest_number"]),
         damaged=[(int(shard), str(key), str(why)) for shard, key, why in content["damaged"]],
         columns={name: texts[f"column_{number}"] for number, name in enumerate(content["columns"])},
@@ -179,6 +182,7 @@ def _make(source: str, shards: list[tuple[Path, tuple[int, str]]], shard_format:
     for former in folder.parent.glob(f"{folder.name.partition('-')[0]}-*"):
         if former.is_dir() and former != folder:
             shutil.rmtree(former, ignore_errors=True)
+            Path(f"{former}.lock").unlink(missing_ok=True)
 
 
 def _scanned(shard_format: ShardFormat, missing: list[tuple[str, Path]], *, parallel: bool) -> Iterator[str]:
@@ -290,6 +294,7 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
         "damaged": damaged,
         "columns": shape.columns,
         "highest_number": int(classes.numbers.max(initial=-1)),
+        "labels_sha256": "" if labels is None else labels_digest([labels]),
     }
 
 

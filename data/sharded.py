@@ -75,6 +75,17 @@ class ShardedDataset(EncodedDataset):
             self.index = open_index(self.source, self.shards, self.format)
             self.labels, self.class_names = self._labels()
 
+    @property
+    def labels_sha256(self) -> str:
+        """See :attr:`ImageDataset.labels_sha256`."""
+        return self.index.labels_sha256 if self.labels is self.index.labels else ""
+
+    @property
+    def samples_file(self) -> Path | None:
+        """See :attr:`ImageDataset.samples_file`."""
+        folder = self.index.folder
+        return None if folder is None else folder / f"samples-{self.label_columns or 'all'}.json"
+
     def key(self, index: int) -> str:
         """Return the image's name where the format has one, else :meth:`record_key`."""
         shard, names = self._shard(index), self.index.keys

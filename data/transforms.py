@@ -169,7 +169,7 @@ class RotatedDataset(ImageDataset):
             check_square(dataset.image_size, "data.rotation_classes")
         if dataset.labels.ndim > 1:
             raise UsageError(f"data.rotation_classes takes one label a picture, and {dataset.source} has several")
-        labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
+        labels = (dataset.labels[:, None].astype(np.int64) * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
         names = ComputedStrings(ROTATIONS * dataset.num_classes, partial(_rotated_class, dataset.class_names))
         super().__init__(dataset.source, labels, names, dataset.image_size)
         self.dataset = dataset

@@ -123,7 +123,7 @@ def _joined_labels(parts: Sequence[ImageDataset], first_classes: Sequence[int]) 
     joined = np.full((sum(map(len, parts)), max(most, 1)), -1, np.int64)
     start = 0
     for part, first in zip(parts, first_classes, strict=False):
-        labels = part.labels.reshape(len(part), -1)
+        labels = part.labels.reshape(len(part), -1).astype(np.int64)  # a mapped index has smaller integers
         joined[start : start + len(part), : labels.shape[1]] = np.where(labels < 0, -1, labels + first)
         start += len(part)
     return joined if most else joined[:, 0]
