@@ -42,7 +42,9 @@ class ShardIndex(NamedTuple):
         starts: int64 (S + 1,): shard s has the rows [starts[s], starts[s + 1]).
         places: int64 (N, P), see :class:`plsc.data.shards.Scanned`.
         labels: of the smallest type, (N,) or (N, K), in -1 … C-1; None where there are none.
-        keys: texts, or integers (N,); None: the rows' numbers in their shards.
+        names: the keys of images that are texts; None: they are numbers.
+        numbers: those, (N,); None: in each shard they follow one another.
+        firsts: int64 (S,), the first of each shard, where they do.
         class_names: C names.
         labels_sha256: :func:`plsc.data.identity.labels_digest` of ``labels``; "" where there are none.
         highest_number: the largest label before gaps were closed; -1 where there is none.
@@ -54,13 +56,21 @@ class ShardIndex(NamedTuple):
     starts: NDArray[np.int64]
     places: NDArray[np.int64]
     labels: _Int | None
-    keys: Sequence[str] | _Int | None
+    names: Sequence[str] | None
+    numbers: _Int | None
+    firsts: NDArray[np.int64]
     class_names: Sequence[str]
     labels_sha256: str
     highest_number: int
     damaged: list[tuple[int, str, str]]
     columns: dict[str, Sequence[str]]
     folder: Path | None
+
+    def numbers_of(self, shard: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The keys (stop - start,) of images [start, stop), which are in one shard and have numbers."""
+        if self.numbers is not None:
+            return np.asarray(self.numbers[start:stop], np.int64)
+        return np.arange(start, stop) - self.starts[shard] + self.firsts[shard]
 
 
 def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -> ShardIndex:
@@ -113,8 +123,10 @@ def _index(content: dict[str, Any], arrays: dict[str, NDArray[Any]], folder: Pat
         starts=np.array(arrays["starts"]),
         places=arrays["places"],
         labels=arrays.get("labels"),
-        keys=texts.get("keys", arrays.get("keys")),
-        class_names=texts["names"] if "names" in texts else number_names(arrays["numbers"]),
+        names=texts.get("keys"),
+        numbers=arrays.get("numbers"),
+        firsts=np.array(arrays["firsts"]),
+        class_names=texts["names"] if "names" in texts else number_names(arrays["class_numbers"]),
         labels_sha256=str(content["labels_sha256"]),
         highest_number=int(content["highest_number"]),
         damaged=[(int(shard), str(key), str(why)) for shard, key, why in content["damaged"]],
@@ -272,20 +284,21 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
     new("starts", (len(starts),), np.int64)[:] = starts
     places = new("places", (rows, shape.places), np.int64)
     labels = new("labels", (rows, shape.labels)[: 1 + (shape.labels > 1)], classes.dtype) if shape.labels else None
-    keys = new("keys", (rows,), np.int64) if shape.has_number_keys else None
+    new("firsts", (len(shape.firsts),), np.int64)[:] = shape.firsts
+    numbers = new("numbers", (rows,), np.int64) if shape.has_gaps else None
     texts = {name: _TextColumn(name, new, rows, size) for name, size in shape.texts.items()}
     for start, scan in zip(starts, scans, strict=False):
         own = slice(start, start + len(scan.places))
         places[own] = scan.places
         if labels is not None:
             _fill(labels[own], None if scan.labels is None else classes.mapped(scan))
-        if keys is not None:
-            keys[own] = scan.keys
+        if numbers is not None:
+            numbers[own] = np.arange(len(scan.places)) if scan.keys is None else scan.keys
         for name, column in _texts_of(scan).items():
             texts[name].append(column)
     text_names = list(texts)
     if classes.names is None:
-        new("numbers", classes.numbers.shape, np.int64)[:] = classes.numbers
+        new("class_numbers", classes.numbers.shape, np.int64)[:] = classes.numbers
     else:
         _TextColumn("names", new, len(classes.names), _size(classes.names)).append(classes.names)
         text_names.append("names")
@@ -319,18 +332,21 @@ def _size(column: Sequence[str]) -> int:
 
 
 class _Shape:
-    """The shapes of the joined columns: number of values of a place, of labels of an image, and bytes of texts."""
+    """The shapes of the joined columns: values of a place, labels of an image, bytes of texts, and numbers as keys."""
 
     def __init__(self) -> None:
         self.places = self.labels = 0
-        self.has_number_keys = False
+        self.has_gaps = False
+        self.firsts: list[int] = []
         self.texts: dict[str, int] = {}
         self.columns: list[str] = []
 
     def add(self, scan: Scanned) -> None:
         """Count one shard in; all shards of a format have the same columns."""
         self.places, self.columns = scan.places.shape[1], list(scan.columns)
-        self.has_number_keys = isinstance(scan.keys, np.ndarray)
+        keys = scan.keys if isinstance(scan.keys, np.ndarray) and len(scan.keys) else np.zeros(1, np.int64)
+        self.has_gaps = self.has_gaps or bool((np.diff(keys) != 1).any())
+        self.firsts.append(int(keys[0]))
         if scan.labels is not None:
             self.labels = max(self.labels, scan.labels.shape[1] if scan.labels.ndim > 1 else 1)
         for name, column in _texts_of(scan).items():

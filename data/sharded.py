@@ -88,17 +88,18 @@ class ShardedDataset(EncodedDataset):
 
     def key(self, index: int) -> str:
         """Return the image's name where the format has one, else :meth:`record_key`."""
-        shard, names = self._shard(index), self.index.keys
-        if isinstance(names, np.ndarray):
-            found = self.format.names(self.shards[shard], names[index : index + 1].astype(np.int64))
-            return self.record_key(index) if found is None else found[0]
-        return self.record_key(index)
+        if self.index.names is not None:
+            return self.index.names[index]
+        shard = self._shard(index)
+        found = self.format.names(self.shards[shard], self.index.numbers_of(shard, index, index + 1))
+        return self.record_key(index) if found is None else found[0]
 
     def record_key(self, index: int) -> str:
         """Return the key in the index, after the shard's name where there are several and keys are numbers."""
-        shard, keys = self._shard(index), self.index.keys
-        key = index - int(self.index.starts[shard]) if keys is None else keys[index]
-        return key if isinstance(key, str) else self._of_shard(shard, str(key))
+        if self.index.names is not None:
+            return self.index.names[index]
+        shard = self._shard(index)
+        return self._of_shard(shard, str(self.index.numbers_of(shard, index, index + 1)[0]))
 
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the images' names; where they have none, their keys and their places in their files.
@@ -115,21 +116,14 @@ class ShardedDataset(EncodedDataset):
         return found
 
     def _ids_in(self, shard: int, start: int, stop: int) -> Sequence[str]:
-        keys = self.index.keys
-        if keys is not None and not isinstance(keys, np.ndarray):
-            return keys[start:stop]
-        if (
-            keys is not None
-            and (names := self.format.names(self.shards[shard], np.asarray(keys[start:stop]))) is not None
-        ):
+        if self.index.names is not None:
+            return self.index.names[start:stop]
+        numbers = self.index.numbers_of(shard, start, stop)
+        if (names := self.format.names(self.shards[shard], numbers)) is not None:
             return names
-        first = int(self.index.starts[shard])
-        numbers = range(start - first, stop - first) if keys is None else keys[start:stop].tolist()
         places = self.index.places[start:stop]
-        found = [
-            f"{key} at {place}"
-            for key, place in zip(numbers, places[:, 0].tolist() if places.shape[1] else numbers, strict=True)
-        ]
+        at = places[:, 0] if places.shape[1] else numbers
+        found = [f"{key} at {place}" for key, place in zip(numbers.tolist(), at.tolist(), strict=True)]
         step = -(-len(self) // _CHECKED)
         for index in range(start + -start % step, stop, step):
             with contextlib.suppress(DataError):

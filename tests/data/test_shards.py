@@ -232,7 +232,7 @@ def test_a_kept_index_is_mapped_with_the_smallest_integers(kept: Numbers) -> Non
         assert isinstance(index.labels, np.memmap)
         assert index.labels.dtype == np.int8
         assert index.labels.tolist() == [0, 2, 1, 0, 0]
-        assert list(index.keys) == ["a0é", "a1é", "b0é", "c0é", "c1é"]
+        assert list(index.names) == ["a0é", "a1é", "b0é", "c0é", "c1é"]
         assert list(index.columns["caption"])[1] == "of a1é"
         assert index.starts.tolist() == [0, 2, 3, 5]
         assert index.places[:, 0].tolist() == [100, 101, 100, 100, 101]
