@@ -69,8 +69,10 @@ class ShardIndex(NamedTuple):
     def numbers_of(self, shard: int, start: int, stop: int) -> NDArray[np.int64]:
         """The keys (stop - start,) of images [start, stop), which are in one shard and have numbers."""
         if self.numbers is not None:
-            return np.asarray(self.numbers[start:stop], np.int64)
-        return np.arange(start, stop) - self.starts[shard] + self.firsts[shard]
+            found: NDArray[np.int64] = self.numbers[start:stop].astype(np.int64)
+            return found
+        first = int(self.firsts[shard] - self.starts[shard])
+        return np.arange(first + start, first + stop)
 
 
 def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -> ShardIndex:
