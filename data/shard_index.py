@@ -29,6 +29,7 @@ from plsc.progress import Progress
 
 KEPT_FROM = 2**28  # bytes of shards: below, a scan takes a second
 PARALLEL_FROM = 2**30  # bytes: above, loader processes scan
+_COUNTED = 2**28  # class numbers below are counted in a table
 _FOLDER = ".plsc-index"
 _VERSION = 1
 _Int = NDArray[np.integer[Any]]
@@ -371,6 +372,28 @@ class _TextColumn:
         self._row += len(column)
 
 
+def _present(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers from 0 on that stand in ``labels``, in order: by counting, or by sorting where they are vast."""
+    if labels.max(initial=-1) >= _COUNTED:
+        return np.unique(labels[labels >= 0])
+    is_there = np.zeros(int(labels.max(initial=-1)) + 2, np.bool_)
+    is_there[labels.reshape(-1)] = True  # -1 is the last
+    return np.flatnonzero(is_there[:-1])
+
+
+def _union(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    return second if not len(first) else _present(np.concatenate([first, second]))
+
+
+def _replaced(labels: NDArray[np.int64], numbers: NDArray[np.int64], by: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``labels`` with ``by[i]`` for ``numbers[i]``, which are in order and have each label; -1 stays."""
+    if numbers[-1:].max(initial=-1) >= _COUNTED:
+        return np.where(labels >= 0, np.append(by, -1)[np.searchsorted(numbers, labels)], -1)
+    table = np.full(int(numbers[-1:].max(initial=-1)) + 2, -1, np.int64)
+    table[numbers] = by
+    return table[labels]
+
+
 class _Classes:
     """The classes of all shards: by number where these mean the same in each shard, else by name.
 
@@ -388,8 +411,8 @@ class _Classes:
         """Take the classes of a shard that have an image."""
         if scan.labels is None or not scan.labels.size:
             return
-        own = np.unique(scan.labels[scan.labels >= 0])
-        before, self._numbers = self._numbers, np.union1d(self._numbers, own)
+        own = _present(scan.labels)
+        before, self._numbers = self._numbers, _union(self._numbers, own)
         if self._is_first:
             self._shared, self._is_first = scan.names, False
         elif (self._shared is None) != (scan.names is None) or (
@@ -422,13 +445,10 @@ class _Classes:
         """The labels of a shard among all classes; -1 stays."""
         if scan.labels is None:
             raise ValueError("a shard without labels has none to map")
-        own = np.unique(scan.labels[scan.labels >= 0])
-        if self._differ:
-            targets = np.array([self._by_name[name] for name in self._names(scan, own)], np.int64)
-        else:
-            targets = np.searchsorted(self._numbers, own)
-        places = np.searchsorted(own, scan.labels)
-        return np.where(scan.labels >= 0, np.append(targets, -1)[places], -1)
+        if not self._differ:
+            return _replaced(scan.labels, self._numbers, np.arange(len(self._numbers)))
+        own = _present(scan.labels)
+        return _replaced(scan.labels, own, np.array([self._by_name[name] for name in self._names(scan, own)], np.int64))
 
     @property
     def _by_name(self) -> dict[str, int]:
