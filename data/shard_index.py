@@ -173,8 +173,7 @@ def _make(source: str, shards: list[tuple[Path, tuple[int, str]]], shard_format:
         parts / f"{hashlib.sha256(stamp.encode()).hexdigest()[:16]}-{shard.name}.npz" for shard, (_, stamp) in shards
     ]
     missing = [(str(shard), file) for (shard, _), file in zip(shards, files, strict=True) if not file.exists()]
-    progress = Progress(f"index of {source}", len(shards))
-    progress.advance(len(shards) - len(missing))
+    progress = Progress(f"index of {source}", len(shards), "files", done=len(shards) - len(missing))
     is_large = len(missing) > 1 and sum(size for _, (size, _) in shards) >= PARALLEL_FROM
     for fault in _scanned(shard_format, missing, parallel=is_large):
         if fault:
