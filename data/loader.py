@@ -1,6 +1,7 @@
 """The training loader: which samples each rank gets at each step, and the processes that read and augment them.
 
 The order is a pure function of (seed, epoch, position), so the loader resumes at any sample, on any number of ranks.
+Nothing here is as long as an epoch: positions, batches and requests are computed when they are asked for.
 From top to bottom: :class:`TrainLoader`; the order of samples; :class:`BatchReader`, which runs in the loader's
 processes and fills the :class:`plsc.data.image_cache.ImageCache` that they share.
 """
@@ -16,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from plsc.data.dataset import ImageDataset
 from plsc.data.image_cache import ImageCache, image_shape, open_cache
+from plsc.data.mixture import NEWEST_ORDER, ORDERS, EpochOrder
 from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
 from plsc.progress import counted, warn
@@ -86,15 +87,14 @@ class TrainLoader:
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
         self._pin_memory, self._counts_own = pin_memory, counts_own
         self.epoch = self._consumed = self._yielded = 0
-        self._ranges: list[StepRange] = []
-        self._order: NDArray[np.unsignedinteger] = np.empty(0, np.uint32)  # of the epoch
+        self._order_kind = NEWEST_ORDER
         self.indices: list[int] = []
         self._bad_keys: set[str] = set()
         self._has_read = False
         reader = BatchReader(
             dataset, seed, open_cache(cache, dataset) if isinstance(cache, str) else cache, max_bad_records
         )
-        self._requests: list[BatchRequest] = []  # of an epoch from the position on; the DataLoader's sampler
+        self._requests = EpochRequests(rank, world_size)  # of an epoch from the position on; the DataLoader's sampler
         self.augment = augment
         self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
 
@@ -127,19 +127,21 @@ class TrainLoader:
 
         Reading them ahead leaves the position where it is: that of the batches already yielded.
         """
-        upcoming = self._requests[self._yielded : self._yielded + 1]
-        return self._labels_of(upcoming[0].indices) if upcoming else None
+        return self._labels_of(self._requests[self._yielded].indices) if self._has_next else None
 
     @property
     def sizes(self) -> list[int]:
         """Every rank's number of samples in the batch that was yielded last."""
-        return self._sizes_of(self._ranges[self._yielded - 1])
+        return self._sizes_of(self._requests.plan[self._yielded - 1])
 
     @property
     def next_sizes(self) -> list[int] | None:
         """Those of the next batch; None at an epoch's end."""
-        upcoming = self._ranges[self._yielded : self._yielded + 1]
-        return self._sizes_of(upcoming[0]) if upcoming else None
+        return self._sizes_of(self._requests.plan[self._yielded]) if self._has_next else None
+
+    @property
+    def _has_next(self) -> bool:
+        return self._yielded < len(self._requests.plan)
 
     def _sizes_of(self, step: "StepRange") -> list[int]:
         sizes = step.sizes(self.world_size)
@@ -153,31 +155,40 @@ class TrainLoader:
     @property
     def next_parts(self) -> list["PartOfBatch"] | None:
         """The same of the next batch; None at an epoch's end."""
-        upcoming = self._requests[self._yielded : self._yielded + 1]
-        return self._parts(self._yielded, upcoming[0].indices) if upcoming else None
+        return self._parts(self._yielded, self._requests[self._yielded].indices) if self._has_next else None
 
     def state_dict(self) -> dict[str, int]:
-        """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
-        return {"epoch": self.epoch, "consumed": self._consumed}
+        """Return ``{"epoch", "consumed", "order"}``: samples of the epoch that all ranks together have yielded.
+
+        ``"order"`` is a run's kind of order for its whole life, one of :data:`plsc.data.mixture.ORDERS`.
+        """
+        return {"epoch": self.epoch, "consumed": self._consumed, "order": self._order_kind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state saved by any number of ranks; :class:`DataError` if the data has no such position."""
-        epoch, consumed = int(state["epoch"]), int(state["consumed"])
+        """Continue from a state saved by any number of ranks; without ``"order"``, it is one of shuffled lists.
+
+        Raises:
+            DataError: the data has no such position, or this version no such order.
+        """
+        epoch, consumed, kind = int(state["epoch"]), int(state["consumed"]), state.get("order", 1)
+        if kind not in list(ORDERS):
+            known = " or ".join(map(str, ORDERS))
+            raise DataError(
+                f"the run's order of samples is {kind!r}, not {known}: go on with the version that saved it"
+            )
         if epoch < 0 or not 0 <= consumed <= self.dataset.mixture.epoch_length:
             raise DataError(
                 f"there is no sample {consumed:,} of epoch {epoch} in {self.dataset.source} with its "
                 f"{len(self.dataset):,} images; resume with the data that the run began with"
             )
-        self.epoch, self._consumed = epoch, consumed
+        self.epoch, self._consumed, self._order_kind = epoch, consumed, kind
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._consumed == self.dataset.mixture.epoch_length:  # the last loop was left, or saved, at its last batch
             self.epoch, self._consumed = self.epoch + 1, 0
-        plan = self._plan(self._consumed)
-        self._order = order = self.dataset.mixture.order(seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
-        self._yielded, self._ranges = 0, plan
-        parts = (order[step.part(self.rank, self.world_size)] for step in plan)
-        self._requests[:] = [BatchRequest(self.epoch, part, self.augment) for part in parts]
+        self._yielded, plan, mixture = 0, self._plan(self._consumed), self.dataset.mixture
+        order = mixture.order(seed=self.seed, epoch=self.epoch, shuffle=self.shuffle, kind=self._order_kind)
+        self._requests.begin(order, plan, self.augment)
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
             self._check_readable(batch, step.sizes(self.world_size)[self.rank])
             self._report(batch.failures)
@@ -188,21 +199,22 @@ class TrainLoader:
 
     def _parts(self, number: int, indices: NDArray[np.integer[Any]]) -> list["PartOfBatch"]:
         """The parts of batch ``number`` of the loop, in which this rank has the images ``indices`` (b,)."""
-        step, mixture, ranks = self._ranges[number], self.dataset.mixture, range(self.world_size)
-        of_ranks = [mixture.parts_of(self._order[step.part(rank, self.world_size)]) for rank in ranks]
+        step, mixture = self._requests.plan[number], self.dataset.mixture
+        of_step, _ = mixture.samples_at(np.arange(*step))
+        of_ranks = np.split(of_step, np.cumsum(step.sizes(self.world_size))[:-1])
         own = mixture.parts_of(indices)
         return [
             PartOfBatch(np.flatnonzero(own == part), [int((of_rank == part).sum()) for of_rank in of_ranks])
             for part in range(len(mixture.sizes))
         ]
 
-    def _plan(self, consumed: int) -> list["StepRange"]:
+    def _plan(self, consumed: int) -> "GlobalBatches":
         return global_batches(
             self.dataset.mixture.epoch_length, consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
         )
 
     def _labels_of(self, indices: NDArray[np.integer[Any]]) -> torch.Tensor:
-        labels = torch.from_numpy(self.dataset.labels[indices])
+        labels = torch.from_numpy(np.asarray(self.dataset.labels[indices], dtype=np.int64))
         return labels.pin_memory() if self._pin_memory else labels
 
     def _report(self, failures: dict[str, str]) -> None:
@@ -273,7 +285,24 @@ class StepRange(NamedTuple):
         return [share + (rank < longer) for rank in range(world_size)]
 
 
-def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int) -> list[StepRange]:
+class GlobalBatches:
+    """The steps of an epoch, each computed by its number: positions from one of ``starts`` to the next or ``end``."""
+
+    def __init__(self, starts: range, end: int) -> None:
+        self._starts, self._end = starts, end
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> StepRange:
+        start = self._starts[number]
+        return StepRange(start, self._end if start == self._starts[-1] else start + self._starts.step)
+
+    def __iter__(self) -> Iterator[StepRange]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int) -> GlobalBatches:
     """Split positions [consumed, size) into global batches of ``batch_size`` samples per rank.
 
     Every rank gets at least two samples (or ``batch_size``, if that is one), because batch normalisation fails on one:
@@ -281,20 +310,44 @@ def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int
     is filled up with samples from just before ``consumed``.
     """
     minimum = min(2, batch_size) * world_size
-    starts = list(range(consumed, size, batch_size * world_size))
+    starts = range(consumed, size, batch_size * world_size)
     if len(starts) > 1 and size - starts[-1] < minimum:
-        del starts[-1]
+        starts = starts[:-1]
     if len(starts) == 1:
-        starts[0] = max(0, min(consumed, size - minimum))
-    return [StepRange(start, stop) for start, stop in pairwise([*starts, size])]
+        first = max(0, min(consumed, size - minimum))
+        starts = range(first, first + 1)
+    return GlobalBatches(starts, size)
 
 
 class BatchRequest(NamedTuple):
     """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation ``augment``."""
 
     epoch: int
-    indices: NDArray[np.integer[Any]]
+    indices: NDArray[np.int64]
     augment: str
+
+
+class EpochRequests:
+    """What ``rank`` of ``world_size`` has read in a loop over an epoch, each request made when it is asked for.
+
+    Attributes:
+        plan: the steps of the loop.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.plan = GlobalBatches(range(0), 0)
+
+    def begin(self, order: EpochOrder, plan: GlobalBatches, augment: str) -> None:
+        """Be those of another loop."""
+        self._order, self.plan, self._augment = order, plan, augment
+
+    def __getitem__(self, number: int) -> BatchRequest:
+        indices = self._order[self.plan[number].part(self._rank, self._world_size)]
+        return BatchRequest(self._order.epoch, indices, self._augment)
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return map(self.__getitem__, range(len(self.plan)))
 
 
 @dataclass(frozen=True)
@@ -321,10 +374,9 @@ class BatchReader(Dataset[ImageBatch]):
         self.dataset, self.seed, self.cache, self.max_bad_records = dataset, seed, cache, max_bad_records
 
     def __getitem__(self, request: BatchRequest) -> ImageBatch:
-        requested = request.indices.astype(np.int64)
-        batch = self._read(requested)
+        batch = self._read(request.indices)
         if batch.failures:
-            batch = self._with_neighbours(batch, requested)
+            batch = self._with_neighbours(batch, request.indices)
         augment = partial(augment_batch, seed=self.seed, epoch=request.epoch, interpolation=self.dataset.interpolation)
         return replace(batch, images=augment(batch.images, batch.indices, request.augment))
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from plsc.data.dataset import ComputedStrings, ImageDataset
+from plsc.data.permutation import mixed
 from plsc.errors import UsageError
 from plsc.models.preprocessing import BILINEAR, check_square
 
@@ -69,16 +70,9 @@ def augment_batch(
 
 def sample_keys(indices: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.uint64]:
     """Hash (seed, epoch, index) to a 64-bit key per sample by SplitMix64 (Steele et al., OOPSLA 2014)."""
-    keys = _mix(np.full(len(indices), seed % 2**64, dtype=np.uint64))
-    keys = _mix(keys ^ np.uint64(epoch))
-    return _mix(keys ^ indices.astype(np.uint64))
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    keys = mixed(np.full(len(indices), seed % 2**64, dtype=np.uint64))
+    keys = mixed(keys ^ np.uint64(epoch))
+    return mixed(keys ^ indices.astype(np.uint64))
 
 
 def _flip(images: torch.Tensor, mask: NDArray[np.bool_]) -> torch.Tensor:
@@ -90,7 +84,7 @@ def _flip(images: torch.Tensor, mask: NDArray[np.bool_]) -> torch.Tensor:
 def _affine(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
     """Warp every image by an affine map of its own; pixels from outside repeat the edge."""
     angle, stretch_x, stretch_y, shear_x, shear_y, shift_x, shift_y = (
-        torch.from_numpy(_mix(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
+        torch.from_numpy(mixed(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
     )  # each uniform in [-1, 1)
     radians = angle * (10 * torch.pi / 180)
     rotation = torch.stack([radians.cos(), -radians.sin(), radians.sin(), radians.cos()], 1).view(-1, 2, 2)

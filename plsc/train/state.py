@@ -197,7 +197,7 @@ def _with_contract(config: Config) -> Config:
 def _begun_anew(state: dict[str, Any]) -> dict[str, int]:
     """The loader's position where other data goes on: the beginning of the epoch that was not over."""
     loader = state["loader"]
-    return {"epoch": loader["epoch"] + (loader["consumed"] >= state["epoch_samples"]), "consumed": 0}
+    return {**loader, "epoch": loader["epoch"] + (loader["consumed"] >= state["epoch_samples"]), "consumed": 0}
 
 
 def _check_data(stored: StoredCheckpoint, components: TrainComponents) -> bool:

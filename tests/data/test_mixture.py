@@ -1,5 +1,7 @@
 """Data sets that train together: every batch has its share of each, and each is passed through in order."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from support.numbered_images import Numbered
 
 from plsc.data import TrainLoader
 from plsc.data.mixture import Mixture
+from plsc.data.permutation import permuted, round_keys
 from plsc.errors import DataError, UsageError
 from plsc.features.tables.joined import JoinedDataset
 
@@ -22,7 +25,7 @@ from plsc.features.tables.joined import JoinedDataset
 def test_runs_of_samples_have_their_shares_and_parts_their_permutations(parts, epochs, seed):
     sizes, shares = zip(*parts, strict=True)
     mixture = Mixture(sizes, shares)
-    orders = [mixture.order(seed=seed, epoch=epoch, shuffle=True) for epoch in range(epochs)]
+    orders = [mixture.order(seed=seed, epoch=epoch, shuffle=True)[:] for epoch in range(epochs)]
     assert all(len(order) == mixture.epoch_length for order in orders)
     assert sorted(orders[0][orders[0] < sizes[0]]) == list(range(sizes[0]))  # an epoch is one pass over the first
     of_part = mixture.parts_of(orders[-1])
@@ -34,6 +37,69 @@ def test_runs_of_samples_have_their_shares_and_parts_their_permutations(parts, e
         before = np.concatenate([[0], np.cumsum(of_part == part)])
         expected = np.arange(len(before)) * count / mixture.epoch_length
         assert np.abs(before - expected).max() <= len(sizes) / 2 + 0.5
+
+
+def listed(mixture, seed, epoch, permute):
+    """An epoch's indices from places and permutations of whole parts."""
+    order, first = np.zeros(mixture.epoch_length, np.int64), 0
+    for part, (size, count) in enumerate(zip(mixture.sizes, mixture.counts, strict=True)):
+        own = np.arange(count)
+        places = own.copy()
+        for other, others in enumerate(mixture.counts):
+            if other != part:
+                ahead = (2 * own + 1) * others - count
+                places += ahead // (2 * count) + 1 if other < part else -(-ahead // (2 * count))
+        start, stop = epoch * count, (epoch + 1) * count
+        numbers = range(start // size, -(-stop // size))
+        passes = np.concatenate([permute(size, [seed, n, part] if part else [seed, n]) for n in numbers])
+        order[places] = first + passes[start - numbers[0] * size :][:count]
+        first += size
+    return order
+
+
+def shuffled(size, key):
+    order = np.arange(size, dtype=np.uint32)
+    np.random.default_rng(key).shuffle(order)
+    return order
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 60), st.sampled_from([0.3, 0.7, 1.0, 2.0, 2.4])), min_size=1, max_size=6),
+    epoch=st.integers(0, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_places_and_lists_are_those_of_runs_that_began_with_them(parts, epoch, seed):
+    mixture = Mixture(*zip(*parts, strict=True))
+    plain = mixture.order(seed=seed, epoch=epoch, shuffle=False)
+    assert (plain[:] == listed(mixture, seed, epoch, lambda size, _: np.arange(size))).all()
+    former = mixture.order(seed=seed, epoch=epoch, shuffle=True, kind=1)
+    assert (former[:] == listed(mixture, seed, epoch, shuffled)).all()
+    computed = mixture.order(seed=seed, epoch=epoch, shuffle=True)
+    keyed = listed(mixture, seed, epoch, lambda size, key: permuted(np.arange(size), size, round_keys(key)[:, None]))
+    assert (computed[:] == keyed).all()
+    some = np.random.default_rng(seed).integers(0, len(computed), 7)
+    for order in (plain, former, computed):
+        assert (order[some] == order[:][some]).all()
+        assert (order[3:9] == order[:][3:9]).all()
+
+
+def test_the_former_order_is_numpys():
+    assert Mixture((11,)).order(seed=3, epoch=1, shuffle=True, kind=1)[:].tolist() == [7, 4, 10, 1, 2, 5, 9, 0, 8, 6, 3]
+    three = Mixture((7, 4, 3), (3.0, 1.2, 2.0)).order(seed=5, epoch=2, shuffle=True, kind=1)
+    assert three[:].tolist() == [0, 12, 10, 4, 13, 5, 3, 9, 12, 1, 11, 2, 9, 13, 6]
+
+
+def test_the_order_of_many_images_takes_no_memory():
+    order = Mixture((700_000_000, 40_000_000, 90), (5.0, 1.0, 0.2)).order(seed=1, epoch=2, shuffle=True)
+    assert len(order) == 868_000_000
+    assert len(pickle.dumps(order)) < 1000
+    last = order[len(order) - 868 :]
+    assert np.bincount(order.mixture.parts_of(last)).tolist() == [700, 140, 28]
+    assert (pickle.loads(pickle.dumps(order))[np.array([867_999_999])] == last[-1]).all()
+    for wrong in (-1, 868_000_000):
+        with pytest.raises(IndexError, match="positions 0 to 867,999,999"):
+            order[np.array([wrong])]
 
 
 def joined(bad=frozenset(), shares=(3.0, 1.2)):

@@ -61,7 +61,8 @@ def test_each_sample_once_through_any_resumption(
     consumed = 0
     for number, (world, stop) in enumerate(zip(worlds, stops, strict=False)):
         plan = global_batches(size, consumed=consumed, batch_size=batch, world_size=world)
-        for step in plan if number == len(worlds) - 1 else plan[:stop]:
+        assert len(plan) == len(list(plan))
+        for step in plan if number == len(worlds) - 1 else islice(plan, stop):
             parts = [order[step.part(rank, world)] for rank in range(world)]
             lengths = [len(part) for part in parts]
             assert max(lengths) - min(lengths) <= 1
@@ -78,11 +79,48 @@ def test_each_sample_once_through_any_resumption(
 
 def test_orders_differ_by_epoch_and_seed() -> None:
     hundred, five = Mixture((100,)), Mixture((5,))
-    orders = [tuple(hundred.order(seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)]
+    orders = [tuple(hundred.order(seed=seed, epoch=epoch, shuffle=True)[:]) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
-    assert tuple(hundred.order(seed=1, epoch=1, shuffle=True)) == orders[4]
-    assert list(five.order(seed=1, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
-    assert five.order(seed=1, epoch=2, shuffle=True).dtype == np.uint32
+    assert tuple(hundred.order(seed=1, epoch=1, shuffle=True)[:]) == orders[4]
+    assert five.order(seed=1, epoch=2, shuffle=False)[:].tolist() == [0, 1, 2, 3, 4]
+    assert five.order(seed=1, epoch=2, shuffle=True)[:].dtype == np.int64
+
+
+def test_a_step_of_many_is_computed_by_its_number() -> None:
+    plan = global_batches(700_000_003, consumed=5, batch_size=128, world_size=8)
+    assert len(plan) == 683_594  # 1,022 samples remain for the last
+    assert plan[1] == (5 + 1024, 5 + 2048)
+    assert plan[683_593] == plan[-1] == (5 + 683_593 * 1024, 700_000_003)
+    with pytest.raises(IndexError):
+        plan[683_594]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_labels_are_int64_whatever_they_are_stored_as(dtype: type) -> None:
+    data = Numbered(20)
+    data.labels = data.labels.astype(dtype)
+    (loader,), (expected,) = loaders(data, 1, 8), loaders(Numbered(20), 1, 8)
+    for (_, labels), (_, theirs) in zip(loader, expected, strict=True):
+        assert labels.dtype == torch.int64
+        assert torch.equal(labels, theirs)
+        assert loader.next_labels is None or loader.next_labels.dtype == torch.int64
+
+
+def test_a_run_of_shuffled_lists_goes_on_with_them() -> None:
+    """So a state is without a number, which no earlier version wrote; the order is that of numpy's shuffles."""
+    data, lists = Numbered(40), []
+    for epoch in range(3):
+        lists.append(np.arange(40))
+        np.random.default_rng([3, epoch]).shuffle(lists[-1])
+    (loader,) = loaders(data, 1, 10)
+    loader.load_state_dict({"epoch": 0, "consumed": 20})
+    assert [number for images, _ in loader for number in numbers(images)] == lists[0][20:].tolist()
+    (again,) = loaders(data, 1, 10)
+    again.load_state_dict(loader.state_dict())
+    for one in (loader, again):
+        for epoch in (1, 2):
+            assert [number for images, _ in one for number in numbers(images)] == lists[epoch].tolist()
+        assert one.state_dict() == {"epoch": 3, "consumed": 0, "order": 1}
 
 
 @pytest.mark.live
@@ -110,10 +148,10 @@ def test_position_counts_what_the_loop_was_given(workers: int) -> None:
     data = Numbered(100)
     whole = [numbers(images) for images, _ in loaders(data, 1, 10)[0]]
     (loader,) = loaders(data, 1, 10, workers=workers)
-    assert loader.state_dict() == {"epoch": 0, "consumed": 0}
+    assert loader.state_dict() == {"epoch": 0, "consumed": 0, "order": 2}
     for step, (images, _) in enumerate(loader):
         assert numbers(images) == whole[step]
-        assert loader.state_dict() == {"epoch": 0, "consumed": 10 * (step + 1)}
+        assert loader.state_dict() == {"epoch": 0, "consumed": 10 * (step + 1), "order": 2}
         if step == 3:
             break
     state = loader.state_dict()
@@ -122,7 +160,7 @@ def test_position_counts_what_the_loop_was_given(workers: int) -> None:
     (other,) = loaders(data, 1, 10)
     other.load_state_dict(state)
     assert [numbers(images) for images, _ in other] == whole[4:]
-    assert other.state_dict() == loader.state_dict() == {"epoch": 1, "consumed": 0}
+    assert other.state_dict() == loader.state_dict() == {"epoch": 1, "consumed": 0, "order": 2}
 
 
 @pytest.mark.parametrize("worlds", [(4, 3), (1, 2), (3, 1)])
@@ -144,7 +182,7 @@ def test_resume_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
 def test_a_loop_left_at_its_last_batch_goes_on_with_the_next_epoch() -> None:
     (loader,) = loaders(Numbered(20), 1, 10)
     next(iter(islice(loader, 1, None)))
-    assert loader.state_dict() == {"epoch": 0, "consumed": 20}
+    assert loader.state_dict() == {"epoch": 0, "consumed": 20, "order": 2}
     (other,) = loaders(Numbered(20), 1, 10)
     other.load_state_dict(loader.state_dict())
     for one in (loader, other):
@@ -157,6 +195,9 @@ def test_states_that_do_not_fit() -> None:
     for state in ({"epoch": 0, "consumed": 21}, {"epoch": -1, "consumed": 0}, {"epoch": 0, "consumed": -5}):
         with pytest.raises(DataError, match="numbered"):
             loader.load_state_dict(state)
+    for kind in (0, 3, "2", [], None):
+        with pytest.raises(DataError, match=r"order of samples is .*, not 1 or 2: go on with"):
+            loader.load_state_dict({"epoch": 0, "consumed": 0, "order": kind})
 
 
 @pytest.mark.live

@@ -211,8 +211,8 @@ TRAINING = (
     Defect(
         "a part of a mixture begins anew in every epoch",
         "data/mixture.py",
-        "start, stop = epoch * count, (epoch + 1) * count",
-        "start, stop = 0, count",
+        "np.divmod(self.epoch * count + samples[is_own], size)",
+        "np.divmod(samples[is_own], size)",
         ("tests/data/test_mixture.py",),
     ),
     Defect(
@@ -444,6 +444,13 @@ TRAINING = (
         ("tests/data/test_train_loader.py",),
     ),
     Defect(
+        "a run that began with shuffled lists goes on in the computed order",
+        "data/loader.py",
+        'state.get("order", 1)',
+        'state.get("order", 2)',
+        ("tests/data/test_train_loader.py",),
+    ),
+    Defect(
         "the loader's position is that before the batch",
         "data/loader.py",
         "self._consumed, self._yielded, self.indices = step.stop,",
@@ -453,8 +460,8 @@ TRAINING = (
     Defect(
         "every epoch augments an image alike",
         "data/transforms.py",
-        "keys = _mix(keys ^ np.uint64(epoch))",
-        "keys = _mix(keys)",
+        "keys = mixed(keys ^ np.uint64(epoch))",
+        "keys = mixed(keys)",
         ("tests/data/test_train_loader.py",),
     ),
     Defect(

@@ -46,12 +46,12 @@ def test_each_optimizer_learns_and_goes_on_bit_for_bit(
     name: str, state_dtype: str, tmp_path: Path, ranks: Ranks
 ) -> None:
     changes = {**SHORT, "optim.name": name, "optim.lr": RATES[name], "optim.head_lr": 0.05 if name == "lars" else None}
-    changes["optim.state_dtype"] = state_dtype
+    changes |= {"optim.state_dtype": state_dtype, "steps": 10}  # two epochs: batches differ in how hard they are
     (head,) = ranks(1, in_two_halves, tmp_path, changes, {})[0]
     assert head == ("HeadSGD" if name in ("sgd", "lars") else "HeadAdamW")
     found = losses(tmp_path / "whole")
     assert losses(tmp_path / "halves") == found
-    assert found[8] < 0.97 * found[1]
+    assert sum(found[step] for step in range(6, 11)) < 0.9 * sum(found[step] for step in range(1, 6))
     assert_same_files(tmp_path / "halves", tmp_path / "whole")
 
 
