@@ -11,6 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
@@ -102,9 +103,8 @@ class TableFormat(ShardFormat):
         """See :meth:`ShardFormat.read`."""
         offset, size = place.tolist()
         try:
-            if offset >= 0:
-                return self.opened(shard, self._open).read(offset, size)
-            return self.opened(shard / "unpacked", lambda _: self._open_unpacked(shard)).read(~offset, size)
+            files = self.opened(shard, lambda path: _Files(self, path))
+            return files.own.read(offset, size) if offset >= 0 else files.unpacked.read(~offset, size)
         except OSError as error:
             raise ValueError(f"it cannot be read: {error.strerror or error}") from None
 
@@ -115,17 +115,10 @@ class TableFormat(ShardFormat):
         state = hashlib.sha256(self._stamps.setdefault(shard, _stamp(shard))).hexdigest()[:16]
         return root / f"{shard.name}-{of.hexdigest()[:8]}.{state}.images"
 
-    def _open(self, shard: Path) -> "_Pictures":
+    def check_unchanged(self, shard: Path) -> None:
+        """DataError where a shard is no longer the one that was checked."""
         if self._stamps.setdefault(shard, _stamp(shard)) != _stamp(shard):
             raise DataError(f"{shard} has changed since its rows were found; begin again")
-        return _Pictures(shard)
-
-    def _open_unpacked(self, shard: Path) -> "_Pictures":
-        path = self.unpacked_path(shard)
-        if not path.exists():  # somebody made room, and kept the index
-            self._open(shard)
-            self.scan(shard)
-        return _Pictures(path)
 
     def _check_columns(self, shard: Path, columns: Columns) -> None:
         if self._first is None:
@@ -140,6 +133,28 @@ class TableFormat(ShardFormat):
                 raise UsageError(
                     f"the column {name!r} of {shard} is {own}, and that of {first} {others}; name files of one kind"
                 )
+
+
+class _Files:
+    """The files that pictures of a shard are read from, each opened when it is needed."""
+
+    def __init__(self, table_format: TableFormat, shard: Path) -> None:
+        self._format, self._shard = table_format, shard
+        table_format.check_unchanged(shard)
+
+    @cached_property
+    def own(self) -> "_Pictures":
+        """The shard."""
+        return _Pictures(self._shard)
+
+    @cached_property
+    def unpacked(self) -> "_Pictures":
+        """Its unpacked pictures, which are unpacked again where somebody made room, and kept the index."""
+        path = self._format.unpacked_path(self._shard)
+        if not path.exists():
+            self._format.check_unchanged(self._shard)
+            self._format.scan(self._shard)
+        return _Pictures(path)
 
 
 class _Pictures:

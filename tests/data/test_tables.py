@@ -200,7 +200,7 @@ def test_numbers_that_are_no_labels_are_told(tmp_path: Path) -> None:
     assert open_dataset(path).skipped == {"1": "it has no label", "2": "its label is -5", "3": "it has no label"}
     path = write(tmp_path / "x.parquet", table(label=[[0], [], None, [3, -7], [-1], list(range(300))]))
     assert open_dataset(path, label_columns=None).skipped == {
-        **{row: "it has no label" for row in ("1", "2", "4")},
+        **dict.fromkeys(("1", "2", "4"), "it has no label"),
         "3": "its label is -7",
         "5": "it has 300 labels, where 256 are the most",
     }
@@ -228,11 +228,12 @@ def test_several_files_are_one_set_and_fit_together(tmp_path: Path) -> None:
     assert len(unpacked(tmp_path)) == 2
     second = tmp_path / "train-00001-of-00002.parquet"
     write(second, halves[1].rename_columns(["image", "person"]))
-    with pytest.raises(UsageError, match=r"the column 'label' of .*00001-of-00002\.parquet is missing, and that of tra"):
+    with pytest.raises(
+        UsageError, match=r"the column 'label' of .*00001-of-00002\.parquet is missing, and that of tra"
+    ):
         open_dataset(tmp_path)
     write(second, halves[1].set_column(1, "label", pa.array([0, 1, 2, 3])))
     with pytest.raises(UsageError, match=r"'label' of .*00001.* is a label, a number, and that of .* a label, a text"):
-        ParquetFormat({}).check([])
         open_dataset(tmp_path)
     second.unlink()
     with pytest.raises(UsageError, match=r"holds 1 of 2 parts: train-00001-of-00002 is missing; fetch it, or name"):
@@ -244,21 +245,21 @@ def test_several_files_are_one_set_and_fit_together(tmp_path: Path) -> None:
         open_dataset(tmp_path)
 
 
-def test_unpacked_pictures_are_used_again_and_renewed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacked_pictures_are_used_again_and_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "x.parquet", table())
     with caplog.at_level(logging.WARNING, logger="plsc.data"):
         open_dataset(path)
     size = path.stat().st_size
-    line = f"the pictures of 1 Parquet file are unpacked into {tmp_path}/.plsc-index, once; they take some {size:,} bytes"
+    line = (
+        f"the pictures of 1 Parquet file are unpacked into {tmp_path}/.plsc-index, once; they take some {size:,} bytes"
+    )
     assert line in caplog.text
     (first,) = unpacked(tmp_path)
     written = first.stat()
     assert first.read_bytes() == b"".join(PICTURES)
     leftover = first.with_name(f".{first.name}.00000000.{os.getpid()}.tmp")  # of one that was killed
     leftover.write_bytes(b"half")
-    open_dataset(f"{path}?label=")if False else open_dataset(path)
+    open_dataset(path)
     assert first.stat().st_mtime_ns == written.st_mtime_ns
     held = open_dataset(path, image_size=None)
     other = open_dataset(path, image_size=None)
@@ -326,35 +327,36 @@ def test_a_folder_that_may_not_be_written_has_its_pictures_elsewhere(
     assert index_folder(tmp_path / "a/x.parquet") == tmp_path / "cache/plsc/index"
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-@pytest.mark.parametrize("stream", [False, True])
+def read_all(path: Path) -> tuple[list[bytes], str]:
+    """The pictures of a file, or what is said about it."""
+    try:
+        return stored_pictures(open_dataset(path, image_size=None)), ""
+    except (DataError, UsageError) as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize(("suffix", "stream"), [("parquet", False), ("arrow", False), ("arrow", True)])
 def test_damaged_files_are_one_line(tmp_path: Path, suffix: str, stream: bool) -> None:
-    path = write(tmp_path / f"x.{suffix}", table(), **({"stream": True} if stream and suffix == "arrow" else {}))
+    path = write(tmp_path / f"x.{suffix}", table(), **({"stream": True} if stream else {}))
     whole = path.read_bytes()
-    for content in (b"", b"hello", whole[:-9], whole[: len(whole) // 2], whole[9:], whole[:8], b"PAR1" * 20, b"ARROW1\0\0"):
+    torn = (whole[:-9], whole[: len(whole) // 2], whole[9:], whole[:8])
+    for content in (b"", b"hello", *torn, b"PAR1" * 20, b"ARROW1\0\0"):
         path.write_bytes(content)
-        try:
-            data = open_dataset(path, image_size=None)
-        except DataError as error:
-            assert str(error).startswith(f"{path} ")
-            assert str(error).endswith("; use another copy")
-            assert "\n" not in str(error)
+        found, told = read_all(path)
+        if told:
+            assert told.startswith(f"{path} ")
+            assert told.endswith("; use another copy")
         else:  # a stream may end at the end of any batch
             assert stream
-            assert stored_pictures(data) == PICTURES[: len(data)]
+            assert found == PICTURES[: len(found)]
     rng = np.random.default_rng(0)
-    for _ in range(150):  # none ends the process, or with another exception
+    for _ in range(150):  # none ends the process, or raises another exception
         content = bytearray(whole)
         for place in rng.integers(0, len(whole), 4):
             content[place] = rng.integers(0, 256)
         path.write_bytes(content)
-        try:
-            found = open_dataset(path, image_size=None)
-            for row in range(len(found)):
-                found.encoded(row)
-        except (DataError, UsageError) as error:
-            assert "\n" not in str(error)
-    assert not list((tmp_path / ".plsc-index").glob("*.tmp")) if (tmp_path / ".plsc-index").exists() else True
+        assert "\n" not in read_all(path)[1]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_sizes_that_a_file_cannot_have(tmp_path: Path) -> None:
@@ -508,12 +510,19 @@ def test_to_records_and_to_a_folder(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / "folder/ann/1.png").read_bytes() == PICTURES[1]
 
 
-def test_a_training_and_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "x.parquet", table())
-    assert main(["data", "stats", str(path)]) == 0
-    assert "ann" in capsys.readouterr().out or True
-    config = {"data.train": path, "data.workers": 0, "train.steps": 2}
-    assert main(["train", *(f"--{key}={value}" for key, value in config.items())]) in (0, 2)
+def test_a_run_and_its_embeddings(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"data/{number}.parquet", table().slice(3 * number, 3))
+    config = ["[data]", "image_size = 32", "batch_size = 4", "workers = 0"]
+    config = ['backbone = "mobilefacenet"', "embedding_dim = 8", "steps = 2", *config]
+    (tmp_path / "run.toml").write_text("\n".join(config))
+    out = tmp_path / "run"
+    assert main(["train", str(tmp_path / "run.toml"), "--out", str(out), "--data.train", str(tmp_path / "data")]) == 0
+    assert json.loads((out / "classes.json").read_text())["classes"] == ["ann", "bob", "eve"]
+    arrow = write(tmp_path / "x.arrow", table())
+    assert main(["embed", str(out), "--data", str(arrow), "--out", str(tmp_path / "found.emb"), "--workers", "0"]) == 0
+    bare = f"{arrow}?label="
+    assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "2"), "--data.train", bare]) == 2
 
 
 def test_formats_are_told_of_what_is_missing(tmp_path: Path) -> None:
