@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from plsc.data.dataset import PackedStringColumn, map_names, number_names
 from plsc.data.identity import file_stamps, labels_digest
 from plsc.data.shards import Scanned, ShardFormat
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, PlscError, UsageError
 from plsc.files import atomic_folder, atomic_write, write_json
 from plsc.progress import Progress
 
@@ -97,7 +97,7 @@ def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -
     state = hashlib.sha256(
         repr([_VERSION, [shard.name for shard in shards], stamps]).encode("utf-8", "surrogateescape")
     )
-    root = _root(shards[0])
+    root = index_folder(shards[0])
     folder = root / f"{of_source.hexdigest()[:12]}-{state.hexdigest()[:20]}"
     if not folder.is_dir():
         from filelock import FileLock  # here: only who makes an index needs it
@@ -152,8 +152,8 @@ def _stamps(shards: Sequence[Path], shard_format: ShardFormat) -> list[tuple[int
     return found
 
 
-def _root(shard: Path) -> Path:
-    """The folder of indexes: beside the data where that may be written, else the user's own."""
+def index_folder(shard: Path) -> Path:
+    """The folder of indexes, and of what a format keeps: beside the data where that may be written, else the user's."""
     beside = shard.absolute().parent / _FOLDER
     for root in (beside, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc" / "index"):
         try:
@@ -220,7 +220,7 @@ class _Scan(Dataset[str]):
         shard, file = request
         try:
             scan = self._format.scan(Path(shard))
-        except DataError as error:
+        except PlscError as error:
             return str(error)
         with atomic_write(file) as tmp_path, tmp_path.open("wb") as out:
             np.savez(out, allow_pickle=False, **_as_arrays(scan))

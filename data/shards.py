@@ -91,6 +91,11 @@ class ShardFormat(ABC):
         self.given = dict(options)
         self._opened: dict[Path, Any] = {}
 
+    @classmethod
+    def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
+        """The shards that ``source`` names, which was ``given`` these options; as :func:`find_shards`."""
+        return find_shards(source, cls.suffixes, cls.usual)
+
     @abstractmethod
     def scan(self, shard: Path) -> Scanned:
         """Find the rows of a shard.

@@ -14,9 +14,11 @@ import numpy as np
 from plsc.data.avatars import open_avatars
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.glyphs import open_glyphs
+from plsc.data.readers.arrow import ArrowFormat, HubFormat
+from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.readers.records import RecordFormat
 from plsc.data.sharded import ShardedDataset
-from plsc.data.shards import ShardFormat, find_shards, split_options
+from plsc.data.shards import ShardFormat, split_options
 from plsc.errors import DataError, UsageError
 from plsc.extensions import Registry
 from plsc.models.preprocessing import ImageSize
@@ -55,7 +57,7 @@ class ShardReader:
     ) -> ShardedDataset | None:
         """Open the shards that ``path`` names; None where it names files of another kind."""
         name, given = split_options(path)
-        shards = find_shards(name, self.shard_format.suffixes, self.shard_format.usual)
+        shards = self.shard_format.find(name, given)
         if shards is None:
             return None
         return ShardedDataset(
@@ -70,17 +72,20 @@ class ShardReader:
 
 SHARDS: dict[str, ShardReader] = {
     "rec": ShardReader("one or several .rec files", RecordFormat),
+    "parquet": ShardReader("one or several .parquet files", ParquetFormat),
+    "arrow": ShardReader("one or several .arrow files", ArrowFormat),
 }
+HUB = ShardReader("hub:ORG/NAME?split=NAME", HubFormat)
 READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(
     "plsc.readers",
-    {"avatars": open_avatars, "glyphs": open_glyphs, **SHARDS},
+    {"avatars": open_avatars, "glyphs": open_glyphs, **SHARDS, "hub": HUB},
     callable,
     "a function of (specification, image size or None) that returns a plsc.data.ImageDataset",
 )
 FORMS = ", ".join(
     [
         *("a folder per identity", "a list file (path<TAB>label)"),
-        *(reader.form for reader in SHARDS.values()),
+        *(reader.form for reader in (*SHARDS.values(), HUB)),
         "avatars:IDSxIMAGES, or glyphs:BLOCK",
     ]
 )
