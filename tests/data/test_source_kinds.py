@@ -97,9 +97,14 @@ def write_lance(folder: Path) -> str:
 def write_datasets(folder: Path) -> str:
     import datasets
 
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(PEOPLE))})
+    features = {
+        "image": datasets.Image(),
+        "label": datasets.ClassLabel(names=list(PEOPLE)),
+        "key": datasets.Value("string"),
+    }
+    rows = columns(ROWS) | {"key": [name for _, name, _ in ROWS]}  # saving leaves the last part of pictures' paths
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(columns(ROWS), features=features).save_to_disk(folder / "saved", num_shards=3)
+    datasets.Dataset.from_dict(rows, features=datasets.Features(features)).save_to_disk(folder / "saved", num_shards=3)
     return str(folder / "saved")
 
 
