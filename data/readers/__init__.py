@@ -14,6 +14,7 @@ import numpy as np
 from plsc.data.avatars import open_avatars
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.glyphs import open_glyphs
+from plsc.data.readers.lance import LanceFormat
 from plsc.data.readers.records import RecordFormat
 from plsc.data.sharded import ShardedDataset
 from plsc.data.shards import ShardFormat, find_shards, split_options
@@ -55,7 +56,8 @@ class ShardReader:
     ) -> ShardedDataset | None:
         """Open the shards that ``path`` names; None where it names files of another kind."""
         name, given = split_options(path)
-        shards = find_shards(name, self.shard_format.suffixes, self.shard_format.usual)
+        kind = self.shard_format
+        shards = find_shards(name, kind.suffixes, kind.usual, are_folders=kind.are_folders)
         if shards is None:
             return None
         return ShardedDataset(
@@ -70,6 +72,7 @@ class ShardReader:
 
 SHARDS: dict[str, ShardReader] = {
     "rec": ShardReader("one or several .rec files", RecordFormat),
+    "lance": ShardReader("X.lance tables", LanceFormat),
 }
 READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(
     "plsc.readers",
