@@ -139,15 +139,15 @@ def _index(content: dict[str, Any], arrays: dict[str, NDArray[Any]], folder: Pat
 
 
 def _stamps(shards: Sequence[Path], shard_format: ShardFormat) -> list[tuple[int, str]]:
-    """Size of each shard, and the sizes and times of it and of its companions."""
-    files = [[shard, *shard_format.companions(shard)] for shard in shards]
+    """Size of each shard, and the sizes and times of the files that tell its state."""
+    files = [shard_format.stamped(shard) for shard in shards]
     values = np.frombuffer(file_stamps([str(path) for group in files for path in group]), np.int64).reshape(-1, 2)
     found, first = [], 0
-    for group in files:
+    for shard, group in zip(shards, files, strict=True):
         own = values[first : first + len(group)]
         if own[0, 0] < 0:
             raise UsageError(f"there is no {group[0]}")
-        found.append((int(own[0, 0]), own.tobytes().hex()))
+        found.append((shard_format.size(shard, int(own[0, 0])), own.tobytes().hex()))
         first += len(group)
     return found
 

@@ -133,7 +133,7 @@ class ShardedDataset(EncodedDataset):
     def stamps(self, start: int, stop: int) -> bytes:
         """Return the sizes and times of the shards that hold images [start, stop)."""
         own = self.shards[self._shard(start) : self._shard(stop - 1) + 1]
-        return file_stamps([str(path) for shard in own for path in (shard, *self.format.companions(shard))])
+        return file_stamps([str(path) for shard in own for path in self.format.stamped(shard)])
 
     def encoded(self, index: int) -> bytes:
         """Read the row's image."""

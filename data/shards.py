@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from plsc.data.dataset import map_names
 from plsc.errors import UsageError
-from plsc.regular_files import open_regular
+from plsc.regular_files import check_links, open_regular
 from plsc.text_files import text_lines
 
 if TYPE_CHECKING:
@@ -74,12 +74,14 @@ class ShardFormat(ABC):
     Attributes:
         suffixes: of its files' names, in lower case.
         usual: the name of a folder's one shard beside which others are another set; "": all are one set.
+        are_folders: a shard is a folder with such a name, and no file.
         noun: what a row is called in messages.
         options: what ``?NAME=VALUE`` may say, by name, with a text for the error that lists them.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
     usual: ClassVar[str] = ""
+    are_folders: ClassVar[bool] = False
     noun: ClassVar[str] = "record"
     options: ClassVar[Mapping[str, str]] = {}
 
@@ -94,7 +96,7 @@ class ShardFormat(ABC):
     @classmethod
     def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
         """The shards that ``source`` names, which was ``given`` these options; as :func:`find_shards`."""
-        return find_shards(source, cls.suffixes, cls.usual)
+        return find_shards(source, cls.suffixes, cls.usual, are_folders=cls.are_folders)
 
     @abstractmethod
     def scan(self, shard: Path) -> Scanned:
@@ -114,6 +116,14 @@ class ShardFormat(ABC):
     def companions(self, shard: Path) -> list[Path]:
         """The files beside a shard that are read with it, whether they exist or not."""
         return []
+
+    def stamped(self, shard: Path) -> list[Path]:
+        """The files whose sizes and times tell a shard's state; where the first is missing, so is the shard."""
+        return [shard, *self.companions(shard)]
+
+    def size(self, shard: Path, stamped: int) -> int:
+        """The bytes of a shard, of whose stamped files the first has ``stamped``."""
+        return stamped
 
     def check(self, shards: Sequence[Path]) -> None:  # noqa: B027 (most formats have nothing to check)
         """UsageError where the shards do not go together."""
@@ -146,7 +156,9 @@ def split_options(source: str) -> tuple[str, dict[str, str]]:
     return source[: found.start()], dict(item.split("=", 1) for item in found[1].split("&"))
 
 
-def find_shards(source: str, suffixes: tuple[str, ...], usual: str = "") -> list[Path] | None:
+def find_shards(
+    source: str, suffixes: tuple[str, ...], usual: str = "", *, are_folders: bool = False
+) -> list[Path] | None:
     """The shards that ``source`` names, in order of their names; None where it names files of another kind.
 
     A folder's are those directly in it, and have to lie there in the end; or the one that has the ``usual`` name.
@@ -155,17 +167,20 @@ def find_shards(source: str, suffixes: tuple[str, ...], usual: str = "") -> list
         UsageError: a pattern, or a list of names, finds none or too many.
     """
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and not (are_folders and _has_suffix(path.name, suffixes)):
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if _has_suffix(entry.name, suffixes))
         names = [usual] if usual in names else [name for name in names if not name.startswith(".")]
         shards = [path / name for name in names]
-        for shard in shards:
-            open_regular(shard, below=path.resolve()).close()  # a link may lead to files of the reader's own
+        for shard in shards:  # a link may lead to files of the reader's own
+            if are_folders:
+                check_links(shard, below=path)
+            else:
+                open_regular(shard, below=path.resolve()).close()
         return shards or None
     if path.is_file() and path.suffix in _LISTS:
         return _listed(path, suffixes)
-    if not _has_suffix(source, suffixes):
+    if not _has_suffix(source.rstrip("/"), suffixes):
         return None
     if path.exists() or not (has_magic(source) or _BRACES.search(source)):
         return [path]

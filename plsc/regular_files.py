@@ -50,6 +50,20 @@ def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
+def check_links(folder: Path, *, below: Path) -> None:
+    """Raise :class:`DataError` where a folder, or a link in it, leads out of another, unless that is allowed."""
+    if os.environ.get(ALLOW_OUTSIDE) == "1":
+        return
+    found = (Path(root, name) for root, *names in os.walk(folder) for name in [*names[0], *names[1]])
+    for path in (folder, *filter(Path.is_symlink, found)):
+        if not path.resolve().is_relative_to(below.resolve()):
+            raise DataError(f"cannot read {path}: {_outside(below)}")
+
+
+def _outside(below: Path) -> str:
+    return f"it lies outside of {below}; --allow-outside ({ALLOW_OUTSIDE}=1) reads it"
+
+
 def map_npy(path: Path, named: str) -> Any:
     """Map a ``.npy`` file, which may hold no array after all: whoever calls looks.
 
@@ -68,7 +82,7 @@ def map_npy(path: Path, named: str) -> Any:
 def _fault(descriptor: int, path: Path, below: Path | None, largest: int | None) -> str | None:
     """Why an open file is not read; None if it may be."""
     if below is not None and os.environ.get(ALLOW_OUTSIDE) != "1" and not _lies_in(descriptor, path, below):
-        return f"it lies outside of {below}; --allow-outside ({ALLOW_OUTSIDE}=1) reads it"
+        return _outside(below)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         return "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file"

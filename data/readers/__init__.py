@@ -15,6 +15,7 @@ from plsc.data.avatars import open_avatars
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.glyphs import open_glyphs
 from plsc.data.readers.arrow import ArrowFormat, HubFormat
+from plsc.data.readers.lance import LanceFormat
 from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.readers.records import RecordFormat
 from plsc.data.sharded import ShardedDataset
@@ -74,6 +75,7 @@ SHARDS: dict[str, ShardReader] = {
     "rec": ShardReader("one or several .rec files", RecordFormat),
     "parquet": ShardReader("one or several .parquet files", ParquetFormat),
     "arrow": ShardReader("one or several .arrow files", ArrowFormat),
+    "lance": ShardReader("X.lance tables", LanceFormat),
 }
 HUB = ShardReader("hub:ORG/NAME?split=NAME", HubFormat)
 READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(

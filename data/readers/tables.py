@@ -221,8 +221,10 @@ def _offsets(pictures: "pa.Array", memory: "pa.Buffer | None", unpacked: _Unpack
     starts = np.frombuffer(ends, width)[pictures.offset : pictures.offset + len(pictures) + 1].astype(np.int64)
     first, last = int(starts[0]), int(starts[-1])
     if memory is not None and 0 <= content.address - memory.address <= memory.size - content.size:
-        return starts[:-1] + (content.address - memory.address)
-    return ~(starts[:-1] - first + unpacked.append(memoryview(content)[first:last]))
+        places: NDArray[np.int64] = starts[:-1] + (content.address - memory.address)
+    else:
+        places = ~(starts[:-1] - first + unpacked.append(memoryview(content)[first:last]))
+    return places
 
 
 def _stamp(shard: Path) -> bytes:

@@ -89,8 +89,10 @@ def arrow_table(rows: list[tuple[str, str, bytes]]):
 
 def write_lance(folder: Path) -> str:
     import lance
+    import pyarrow as pa
 
-    lance.write_dataset(arrow_table(ROWS), folder / "x.lance", max_rows_per_file=10)
+    keys = pa.array([name for _, name, _ in ROWS])
+    lance.write_dataset(arrow_table(ROWS).append_column("key", keys), folder / "x.lance", max_rows_per_file=10)
     return str(folder / "x.lance")
 
 
