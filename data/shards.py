@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.block_cache import BlockCache
 from plsc.data.dataset import map_names
+from plsc.data.objects import ObjectFile, ObjectFolder, is_object
 from plsc.errors import UsageError
 from plsc.regular_files import open_regular
 from plsc.text_files import text_lines
@@ -141,7 +143,9 @@ def split_options(source: str) -> tuple[str, dict[str, str]]:
     return source[: found.start()], dict(item.split("=", 1) for item in found[1].split("&"))
 
 
-def find_shards(source: str, suffixes: tuple[str, ...], usual: str = "") -> list[Path] | None:
+def find_shards(
+    source: str, suffixes: tuple[str, ...], usual: str = "", cache: BlockCache | None = None
+) -> list[Path] | None:
     """The shards that ``source`` names, in order of their names; None where it names files of another kind.
 
     A folder's are those directly in it, and have to lie there in the end; or the one that has the ``usual`` name.
@@ -149,6 +153,8 @@ def find_shards(source: str, suffixes: tuple[str, ...], usual: str = "") -> list
     Raises:
         UsageError: a pattern, or a list of names, finds none or too many.
     """
+    if cache is not None and is_object(source):
+        return cast("list[Path] | None", _objects(source, suffixes, usual, cache))
     path = Path(source)
     if path.is_dir():
         with os.scandir(path) as entries:
@@ -167,6 +173,20 @@ def find_shards(source: str, suffixes: tuple[str, ...], usual: str = "") -> list
     found = [Path(name) for pattern in _unbraced(source) for name in _matching(pattern)]
     if not found:
         raise UsageError(f"{source} matches no file; quote it, and name files that exist")
+    return found
+
+
+def _objects(url: str, suffixes: tuple[str, ...], usual: str, cache: BlockCache) -> list[ObjectFile] | None:
+    """As :func:`find_shards`: one object, several by braces, or those directly below a prefix; one listing of each."""
+    if not _has_suffix(url, suffixes):
+        return ObjectFolder(url, cache, whole=False).files(suffixes, usual) or None
+    folders: dict[str, ObjectFolder] = {}
+    found = []
+    for each in _unbraced(url):
+        prefix, _, name = each.rpartition("/")
+        if prefix not in folders:
+            folders[prefix] = ObjectFolder(prefix, cache, whole=False)
+        found.append(ObjectFile(folders[prefix], name))
     return found
 
 
