@@ -5,6 +5,7 @@ process that was forked from one that has made requests lets a process of its ow
 That one imports obstore and nothing of plsc, which takes a tenth of a second.
 """
 
+import contextlib
 import functools
 import os
 import pickle
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import IO, Any, TypeVar
 
 # Of what may pass: 5xx, connections, time-outs, and bodies that end early, whose rest obstore then asks for.
-_RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}
+_RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}
 # What obstore says of a request that it cannot even make, and the mend.
 _MENDS = {
     "169.254.169.254": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true",
@@ -105,7 +106,7 @@ def _reason(text: str) -> str:
 
 
 _user: int | None = None  # the process in which obstore's threads run, or ran before it was forked
-_helpers: dict[int, "_Helper"] = {}  # of a process
+_helpers: dict[int, "_Helper | None"] = {}  # of a process
 
 
 def call(request: Callable[..., T], *args: Any) -> T:
@@ -115,11 +116,20 @@ def call(request: Callable[..., T], *args: Any) -> T:
     _user = _user or process
     if _user == process:
         return request(*args)
-    if process not in _helpers:
-        _helpers.clear()  # those of a process that this one was forked from
-        _helpers[process] = _Helper()
-    answer: T = _helpers[process].call(request.__name__, args)
-    return answer
+    helper = _helpers.setdefault(process, None) or _Helper()
+    _helpers[process] = helper
+    try:
+        is_error, answer = helper.call(request.__name__, args)
+    except BaseException as error:  # an answer may be under way that nobody waits for
+        helper.end()
+        _helpers[process] = None
+        if isinstance(error, EOFError | OSError):
+            raise RequestError("failed", "the process that makes requests has ended") from None
+        raise
+    if is_error:
+        raise RequestError(*answer)
+    found: T = answer
+    return found
 
 
 class _Helper:
@@ -127,22 +137,28 @@ class _Helper:
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", __file__]  # the folder of the file is none of modules
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, start_new_session=True, **pipes)
         self._lock = threading.Lock()
 
-    def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            with self._lock:
-                pickle.dump((name, args), self._process.stdin)
-                self._process.stdin.flush()
-                is_error, answer = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError):
-            raise RequestError("failed", "the process that makes requests has ended") from None
-        if is_error:
-            raise RequestError(*answer)
-        return answer
+    def call(self, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Whether a request failed, and its answer; EOFError or OSError where the process has ended."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        with self._lock:
+            pickle.dump((name, args), requests)
+            requests.flush()
+            is_error, answer = pickle.load(answers)
+        return is_error, answer
+
+    def end(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError), self._process:  # which closes its pipes
+            self._process.kill()
+
+
+REQUESTS: tuple[Callable[..., Any], ...] = (entries, read)
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -153,7 +169,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         except EOFError:
             return
         try:
-            answer = False, {"entries": entries, "read": read}[name](*args)
+            answer: Any = False, {request.__name__: request for request in REQUESTS}[name](*args)
         except RequestError as error:
             answer = True, error.args
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,10 +1,12 @@
 """Object stores as sources: what a folder or a .rec of the disk gives, s3:// gives, whatever happens to the cache."""
 
+import ast
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.object_server import SECRET, object_server
@@ -12,9 +14,11 @@ from support.pictures import picture
 from torch.utils.data import DataLoader
 
 import plsc.data.shard_index
+from plsc import models
 from plsc.data import block_cache, object_requests, open_dataset
 from plsc.data.block_cache import BLOCK, BlockCache
 from plsc.data.convert import convert
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
@@ -252,8 +256,45 @@ def test_ranges_over_several_blocks(stores: Stores, tmp_path: Path) -> None:
     assert file.local().read_bytes() == content
 
 
-class _Sizes:
-    """A data set's sizes of pictures, for a loader."""
+def test_embeddings_are_those_of_the_disk(local: Path, stores: Stores, tmp_path: Path) -> None:
+    models.save_model(models.create("mobilefacenet", embedding_dim=16, image_size=48), tmp_path / "m.safetensors")
+    upload(stores.put, local, "")
+    made = []
+    for number, source in enumerate((local / "faces", local / "x.rec", "s3://bucket/faces/", "s3://bucket/x.rec")):
+        out = tmp_path / f"{number}.emb"
+        argv = ["embed", str(tmp_path / "m.safetensors"), "--data", str(source), "--out", str(out), "--workers", "0"]
+        assert main(argv) == 0
+        made.append(EmbeddingSet(out))
+    assert not made[0].errors
+    for each in made[1:]:
+        assert list(each.keys) == list(made[0].keys)
+        assert np.array_equal(each.rows(0, 12), made[0].rows(0, 12))
+
+
+def test_the_service_opens_no_data_set() -> None:
+    """A path or a URL in a request would be read for whoever sends it."""
+    serve = Path(plsc.__file__).parent / "serve"
+    imported = {
+        alias.name
+        for path in serve.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not imported & {
+        "open_dataset",
+        "open_images",
+        "open_pictures",
+        "read",
+        "read_shards",
+        "find_shards",
+        "objects",
+    }
+    assert "read_bytes" not in imported
+
+
+class _Pictures:
+    """A data set's stored pictures, for a loader."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -266,6 +307,29 @@ class _Sizes:
 
 
 @pytest.mark.live
+def test_the_process_that_makes_requests_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_requests, "_user", os.getpid() + 1)  # as in a process that was forked from a user
+    monkeypatch.setattr(object_requests, "_helpers", {})
+    with object_server() as server:
+        server.client.put_object(Bucket="bucket", Key="a/b", Body=b"content")
+        (entry,) = object_requests.call(object_requests.entries, "s3://bucket", "a", True)
+        read = ("s3://bucket", "a/b", 0, 7, entry[2])
+        assert object_requests.call(object_requests.read, *read) == b"content"
+        helper = object_requests._helpers[os.getpid()]
+        assert helper is not None
+        helper._process.kill()
+        helper._process.wait()
+        with pytest.raises(object_requests.RequestError, match="has ended"):
+            object_requests.call(object_requests.read, *read)
+        assert object_requests.call(object_requests.read, *read) == b"content"
+        with pytest.raises(object_requests.RequestError, match="missing"):
+            object_requests.call(object_requests.read, "s3://bucket", "a/c", 0, 7, entry[2])
+        last = object_requests._helpers[os.getpid()]
+        assert last is not None
+        last.end()
+
+
+@pytest.mark.live
 def test_forked_and_spawned_loaders_and_failing_requests(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,15 +338,14 @@ def test_forked_and_spawned_loaders_and_failing_requests(
     with object_server() as server:
         upload(lambda name, body: server.client.put_object(Bucket="bucket", Key=name, Body=body), local, "d e/")
         expected = [image for _, _, image in contents(open_dataset(local / "faces", image_size=None))]
-        for number, fault in enumerate(("503", "cut")):
+        for method, fault in (("fork", "503"), ("fork", "cut"), ("spawn", "cut")):
             server.fault = fault
-            for method in ("fork", "spawn"):
-                for source in ("s3://bucket/d e/faces/", "s3://bucket/d e/x.rec"):
-                    data = open_dataset(f"{source}?cache={tmp_path}/{number}-{method}", image_size=None)
-                    server.requests = 9  # the process has made requests: it forks with obstore's threads
-                    loader = DataLoader(_Sizes(data), batch_size=None, num_workers=2, multiprocessing_context=method)
-                    assert list(loader) == expected
-                    assert server.requests >= 11  # the tenth failed
+            for source in ("s3://bucket/d e/faces/", "s3://bucket/d e/x.rec"):
+                data = open_dataset(f"{source}?cache={tmp_path}/{method}-{fault}", image_size=None)
+                server.requests = 9  # the process has made requests: it forks with obstore's threads
+                loader = DataLoader(_Pictures(data), batch_size=None, num_workers=2, multiprocessing_context=method)
+                assert list(loader) == expected
+                assert server.requests >= 11  # the tenth failed
         server.fault = ""
         with pytest.raises(DataError, match="cannot list s3://other/: there is no such bucket"):
             open_dataset("s3://other/")

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,11 +37,12 @@ class ObjectServer:
                 return []
             if self.fault == "cut" and self.requests % 10 == 0:
                 body = b"".join(self._application(environ, start_response))
-                return itertools.chain([body[: len(body) // 2]], _broken())
+                return itertools.chain([body[: len(body) // 2]], _broken(environ["werkzeug.socket"]))
         return self._application(environ, start_response)  # type: ignore[no-any-return]
 
 
-def _broken() -> Iterator[bytes]:
+def _broken(connection: socket.socket) -> Iterator[bytes]:
+    connection.shutdown(socket.SHUT_RDWR)
     raise ConnectionError("cut off")
     yield b""
 
