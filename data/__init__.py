@@ -41,7 +41,7 @@ def open_dataset(
     interpolation: str = BILINEAR,
     max_bad_records: int | None = MAX_BAD_RECORDS,
     label_columns: int | None = 1,
-    own_labels: bool = True,
+    own_labels: bool | None = True,
 ) -> ImageDataset:
     """Open what :data:`plsc.data.readers.FORMS` lists: a folder per identity, a list file, shards, or a drawn set.
 
@@ -54,7 +54,7 @@ def open_dataset(
         label_columns: labels of a picture that are taken where it has several, the first ones; None: all. ``labels``
             are (N, K) where that leaves more than one, with -1 where there is none.
         own_labels: False where others take their place: shards may then have none, or a .rec's be past what float32
-            holds.
+            holds. None where none are needed: shards may have none.
 
     Raises:
         UsageError: the path does not exist, is an empty folder or of none of these forms, or has no labels.
@@ -67,10 +67,10 @@ def open_dataset(
     return dataset
 
 
-def _open(source: str, image_size: ImageSize | None, own_labels: bool, **options: Any) -> ImageDataset:
+def _open(source: str, image_size: ImageSize | None, own_labels: bool | None, **options: Any) -> ImageDataset:
     shards = read(source, image_size, **options) if has_reader(source) else read_shards(source, image_size, **options)
     if shards is not None:
-        if isinstance(shards, ShardedDataset) and own_labels:
+        if isinstance(shards, ShardedDataset) and (own_labels or (own_labels is None and shards.has_labels)):
             shards.check_labels()
         return shards
     path = Path(source)

@@ -61,10 +61,10 @@ class PictureFiles:
                     continue
                 if entry.is_dir():
                     self.identities.append(entry.name)
-                elif _is_picture(entry.name):
+                elif is_picture(entry.name):
                     self.loose.append(entry.name)
                 else:
-                    self.left_out[_kind(entry.name)] += 1
+                    self.left_out[kind(entry.name)] += 1
         self.identities.sort()
         self.loose.sort()
 
@@ -118,8 +118,8 @@ class PictureFiles:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._below(f"{below}/{entry.name}", others)
-                elif not _is_picture(entry.name):
-                    others[_kind(entry.name)] += 1
+                elif not is_picture(entry.name):
+                    others[kind(entry.name)] += 1
                 elif not entry.is_dir():
                     yield f"{below}/{entry.name}"
 
@@ -140,11 +140,12 @@ def _reason(kind: str) -> str:
     return "not a picture" if kind else "pictures are known by theirs, as .jpg"
 
 
-def _is_picture(name: str) -> bool:
+def is_picture(name: str) -> bool:
+    """Whether a file of this name is read as a picture."""
     return name.lower().endswith(readable_suffixes())
 
 
-def _kind(name: str) -> str:
+def kind(name: str) -> str:
     """The suffix in lower case; "" where the name has none that looks like one."""
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 (a Path for each file of millions)
     return suffix if suffix.isascii() and suffix[1:].isalnum() and len(suffix) <= _LONGEST_SUFFIX else ""

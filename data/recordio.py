@@ -21,12 +21,11 @@ relative to the folder, or as the list has it. A backslash, tab, line feed and c
 
 import json
 import mmap
-import os
 import re
 import struct
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -34,6 +33,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.objects import open_ranges
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, atomic_write_group, check_output, remove_leftovers
 from plsc.regular_files import open_regular
@@ -65,7 +65,7 @@ class ImageRecord(NamedTuple):
 
 
 class RecordFile:
-    """A ``.rec`` file, which pickles as its path. Its words are mapped, to be searched; records are read.
+    """A ``.rec`` file, which pickles as its path. Records are read; to be searched, its words are mapped.
 
     Raises:
         UsageError: there is no such file.
@@ -75,22 +75,25 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            file = open_regular(path)
-            weakref.finalize(self, file.close)
-            self._descriptor = file.fileno()
-            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            self._file = open_ranges(path)
         except FileNotFoundError:
             raise UsageError(f"there is no {path}") from None
-        except ValueError:
-            raise DataError(f"{path} is empty; use another copy") from None
-        self._words = np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
+        self._size = self._file.size
+        if not self._size:
+            raise DataError(f"{path} is empty; use another copy")
 
     def __reduce__(self) -> tuple[type["RecordFile"], tuple[Path]]:
         return RecordFile, (self.path,)
 
     def __len__(self) -> int:
         """Size of the file in bytes."""
-        return len(self._map)
+        return self._size
+
+    @cached_property
+    def _words(self) -> NDArray[np.uint32]:
+        with open_regular(self.path) as file:
+            content = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
+        return np.frombuffer(content, dtype="<u4", count=self._size // 4)
 
     def read(self, offset: int) -> bytes:
         """Read the content of the record at ``offset``, its parts joined; ValueError gives a damaged one's fault."""
@@ -142,7 +145,7 @@ class RecordFile:
         for start in range(0, len(offsets), _CHUNK):
             found, used = self._labels_at(offsets[start : start + _CHUNK])
             extent += used
-            if extent > len(self._map):
+            if extent > self._size:
                 raise ValueError("its records overlap")
             parts.append(found)
         width = max((part.shape[1] for part in parts), default=1)
@@ -155,7 +158,7 @@ class RecordFile:
 
     def _labels_at(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """The labels (n, k) of some records, and the bytes that these take in the file."""
-        in_file = (offsets >= 0) & (offsets % 4 == 0) & (offsets + 8 + HEADER_BYTES <= len(self._map))
+        in_file = (offsets >= 0) & (offsets % 4 == 0) & (offsets + 8 + HEADER_BYTES <= self._size)
         rows = np.flatnonzero(in_file)
         words = offsets[rows] // 4
         # Gathers of words, for decoding millions of headers in Python takes minutes: magic, length, flag, label, and
@@ -163,14 +166,14 @@ class RecordFile:
         head = self._words[words[:, None] + np.arange(4)]
         lengths, counts = (head[:, 1] & MAX_PART_BYTES).astype(np.int64), head[:, 2].astype(np.int64)
         whole = (head[:, 0] == MAGIC) & (head[:, 1] >> 29 == WHOLE) & (lengths > HEADER_BYTES + 4 * counts)
-        whole &= offsets[rows] + 8 + lengths <= len(self._map)
+        whole &= offsets[rows] + 8 + lengths <= self._size
         counts = np.where(whole, counts, 0)
         extent = int((8 + lengths[whole]).sum())
         in_parts: dict[int, tuple[float, ...]] = {}
         for row in rows[(head[:, 0] == MAGIC) & (head[:, 1] >> 29 == FIRST)].tolist():
             in_parts[row], stop = self._labels_in_parts(int(offsets[row]))
             extent += stop - int(offsets[row])
-            if extent > len(self._map):
+            if extent > self._size:
                 raise ValueError("its records overlap")
         width = max(1, int(counts.max(initial=0)), *map(len, in_parts.values()))
         if width > _MOST_LABELS:
@@ -189,7 +192,7 @@ class RecordFile:
     def _labels_in_parts(self, offset: int) -> tuple[tuple[float, ...], int]:
         """The labels of a record in parts, and where its parts end as far as they are sound."""
         pieces, stop, fault = self._parts(offset)
-        stop = min(stop, len(self._map))
+        stop = min(stop, self._size)
         if fault is not None:
             return (), stop
         try:
@@ -200,23 +203,19 @@ class RecordFile:
 
     def _part(self, offset: int) -> tuple[int, int, int]:
         """Return (flag, start, stop) of the part at ``offset``."""
-        if not 0 <= offset <= len(self._map) - 8:
+        if not 0 <= offset <= self._size - 8:
             raise ValueError(f"its offset {offset:,} is past the end of the file")
         magic, word = struct.unpack("<II", self._bytes(offset, 8))
         if magic != MAGIC:
             raise ValueError(f"no record begins at its offset {offset:,}")
         start = offset + 8
         stop = start + (word & MAX_PART_BYTES)
-        if stop > len(self._map):
+        if stop > self._size:
             raise ValueError("the file ends inside it")
         return word >> 29, start, stop
 
     def _bytes(self, offset: int, size: int) -> bytes:
-        """Read from the file: what storage does not give through the map ends the process by SIGBUS."""
-        try:
-            content = os.pread(self._descriptor, size, offset)
-        except OSError as error:
-            raise ValueError(f"it cannot be read: {error.strerror}") from None
+        content = self._file.read(offset, size)
         if len(content) < size:
             raise ValueError("the file has become shorter, and ends inside it")
         return content

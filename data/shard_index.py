@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from plsc.data.dataset import PackedStringColumn, map_names, number_names
 from plsc.data.identity import file_stamps, labels_digest
+from plsc.data.objects import ObjectFile, RemoteShard, user_cache
 from plsc.data.shards import Scanned, ShardFormat
 from plsc.errors import DataError, PlscError, UsageError
 from plsc.files import atomic_folder, atomic_write, write_json
@@ -91,7 +92,7 @@ def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -
             arrays[name] = np.empty(shape, dtype)
             return arrays[name]
 
-        content = _join([shard_format.scan(shard) for shard in shards], new)
+        content = _join([_scan(shard_format, shard) for shard in shards], new)
         return _index(content, arrays, None)
     of_source = hashlib.sha256(repr((source, sorted(shard_format.given.items()))).encode("utf-8", "surrogateescape"))
     state = hashlib.sha256(
@@ -141,7 +142,7 @@ def _index(content: dict[str, Any], arrays: dict[str, NDArray[Any]], folder: Pat
 def _stamps(shards: Sequence[Path], shard_format: ShardFormat) -> list[tuple[int, str]]:
     """Size of each shard, and the sizes and times of the files that tell its state."""
     files = [shard_format.stamped(shard) for shard in shards]
-    values = np.frombuffer(file_stamps([str(path) for group in files for path in group]), np.int64).reshape(-1, 2)
+    values = np.frombuffer(shard_stamps([path for group in files for path in group]), np.int64).reshape(-1, 2)
     found, first = [], 0
     for shard, group in zip(shards, files, strict=True):
         own = values[first : first + len(group)]
@@ -152,10 +153,18 @@ def _stamps(shards: Sequence[Path], shard_format: ShardFormat) -> list[tuple[int
     return found
 
 
+def shard_stamps(files: Sequence[Path]) -> bytes:
+    """:func:`file_stamps` of files and of objects; of these the version stands for the time."""
+    if not any(isinstance(file, RemoteShard) for file in files):
+        return file_stamps([str(file) for file in files])
+    return np.array([file.stamp for file in files if isinstance(file, RemoteShard)], np.int64).tobytes()
+
+
 def index_folder(shard: Path) -> Path:
     """The folder of indexes, and of what a format keeps: beside the data where that may be written, else the user's."""
-    beside = shard.absolute().parent / _FOLDER
-    for root in (beside, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc" / "index"):
+    own = user_cache("index")
+    beside = own if isinstance(shard, RemoteShard) else shard.absolute().parent / _FOLDER
+    for root in (beside, own):
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -172,7 +181,7 @@ def _make(source: str, shards: list[tuple[Path, tuple[int, str]]], shard_format:
     files = [
         parts / f"{hashlib.sha256(stamp.encode()).hexdigest()[:16]}-{shard.name}.npz" for shard, (_, stamp) in shards
     ]
-    missing = [(str(shard), file) for (shard, _), file in zip(shards, files, strict=True) if not file.exists()]
+    missing = [(shard, file) for (shard, _), file in zip(shards, files, strict=True) if not file.exists()]
     progress = Progress(f"index of {source}", len(shards), "files", done=len(shards) - len(missing))
     is_large = len(missing) > 1 and sum(size for _, (size, _) in shards) >= PARALLEL_FROM
     for fault in _scanned(shard_format, missing, parallel=is_large):
@@ -199,7 +208,7 @@ def _make(source: str, shards: list[tuple[Path, tuple[int, str]]], shard_format:
             Path(f"{former}.lock").unlink(missing_ok=True)
 
 
-def _scanned(shard_format: ShardFormat, missing: list[tuple[str, Path]], *, parallel: bool) -> Iterator[str]:
+def _scanned(shard_format: ShardFormat, missing: list[tuple[Path, Path]], *, parallel: bool) -> Iterator[str]:
     """Scan shards into files, and yield for each "" or what is wrong with it."""
     scan = _Scan(shard_format)
     if not parallel:
@@ -210,16 +219,24 @@ def _scanned(shard_format: ShardFormat, missing: list[tuple[str, Path]], *, para
     yield from map_in_workers(scan, missing, auto_workers())
 
 
+def _scan(shard_format: ShardFormat, shard: Path) -> Scanned:
+    if not isinstance(shard, ObjectFile):
+        return shard_format.scan(shard)
+    companions = cast("list[ObjectFile]", shard_format.companions(shard))
+    with shard.fetched(companions) as local:
+        return shard_format.scan(local)
+
+
 class _Scan(Dataset[str]):
     """Maps (shard, file for its result) to "" or an error's text: an exception would end a loader's process."""
 
     def __init__(self, shard_format: ShardFormat) -> None:
         self._format = shard_format
 
-    def __getitem__(self, request: tuple[str, Path]) -> str:
+    def __getitem__(self, request: tuple[Path, Path]) -> str:
         shard, file = request
         try:
-            scan = self._format.scan(Path(shard))
+            scan = _scan(self._format, shard)
         except PlscError as error:
             return str(error)
         with atomic_write(file) as tmp_path, tmp_path.open("wb") as out:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.dataset import EncodedDataset, PackedStringColumn
-from plsc.data.identity import file_stamps
-from plsc.data.shard_index import open_index
+from plsc.data.shard_index import open_index, shard_stamps
 from plsc.data.shards import ShardFormat
 from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import ImageSize
@@ -133,7 +132,7 @@ class ShardedDataset(EncodedDataset):
     def stamps(self, start: int, stop: int) -> bytes:
         """Return the sizes and times of the shards that hold images [start, stop)."""
         own = self.shards[self._shard(start) : self._shard(stop - 1) + 1]
-        return file_stamps([str(path) for shard in own for path in self.format.stamped(shard)])
+        return shard_stamps([path for shard in own for path in self.format.stamped(shard)])
 
     def encoded(self, index: int) -> bytes:
         """Read the row's image."""
@@ -149,6 +148,11 @@ class ShardedDataset(EncodedDataset):
         """Return the further texts of image ``index`` by their names."""
         return {name: texts[index] for name, texts in self.index.columns.items()}
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether the shards say of any image what it is of."""
+        return self.index.labels is not None
+
     def check_labels(self) -> None:
         """Raise where images have no labels, or the format holds some labels only rounded.
 
@@ -156,7 +160,7 @@ class ShardedDataset(EncodedDataset):
             UsageError: there are none.
             DataError: a label is past what the format holds exactly.
         """
-        if self.index.labels is None:
+        if not self.has_labels:
             options = ", ".join(f"?{name}= ({text})" for name, text in self.format.options.items())
             raise UsageError(
                 f"{self.source} has no labels; {f'name them by {options}, or ' if options else ''}give data.labels"

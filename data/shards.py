@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.block_cache import BlockCache
 from plsc.data.dataset import map_names
+from plsc.data.objects import ObjectFile, ObjectFolder, is_object
 from plsc.errors import UsageError
 from plsc.regular_files import check_links, open_regular
 from plsc.text_files import text_lines
@@ -75,6 +77,7 @@ class ShardFormat(ABC):
         suffixes: of its files' names, in lower case.
         usual: the name of a folder's one shard beside which others are another set; "": all are one set.
         are_folders: a shard is a folder with such a name, and no file.
+        reads_objects: it reads shards by :func:`plsc.data.objects.open_ranges`, so that they may be objects of a store.
         noun: what a row is called in messages.
         options: what ``?NAME=VALUE`` may say, by name, with a text for the error that lists them.
     """
@@ -82,6 +85,7 @@ class ShardFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     usual: ClassVar[str] = ""
     are_folders: ClassVar[bool] = False
+    reads_objects: ClassVar[bool] = False
     noun: ClassVar[str] = "record"
     options: ClassVar[Mapping[str, str]] = {}
 
@@ -94,9 +98,11 @@ class ShardFormat(ABC):
         self._opened: dict[Path, Any] = {}
 
     @classmethod
-    def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
         """The shards that ``source`` names, which was ``given`` these options; as :func:`find_shards`."""
-        return find_shards(source, cls.suffixes, cls.usual, are_folders=cls.are_folders)
+        if cache is not None and not cls.reads_objects and _has_suffix(source, cls.suffixes):
+            raise UsageError(f"{source}: {cls.suffixes[0]} is not read from an object store; copy it to a disk first")
+        return find_shards(source, cls.suffixes, cls.usual, cache, are_folders=cls.are_folders)
 
     @abstractmethod
     def scan(self, shard: Path) -> Scanned:
@@ -157,7 +163,12 @@ def split_options(source: str) -> tuple[str, dict[str, str]]:
 
 
 def find_shards(
-    source: str, suffixes: tuple[str, ...], usual: str = "", *, are_folders: bool = False
+    source: str,
+    suffixes: tuple[str, ...],
+    usual: str = "",
+    cache: BlockCache | None = None,
+    *,
+    are_folders: bool = False,
 ) -> list[Path] | None:
     """The shards that ``source`` names, in order of their names; None where it names files of another kind.
 
@@ -166,6 +177,8 @@ def find_shards(
     Raises:
         UsageError: a pattern, or a list of names, finds none or too many.
     """
+    if cache is not None and is_object(source):
+        return cast("list[Path] | None", _objects(source, suffixes, usual, cache))
     path = Path(source)
     if path.is_dir() and not (are_folders and _has_suffix(path.name, suffixes)):
         with os.scandir(path) as entries:
@@ -187,6 +200,20 @@ def find_shards(
     found = [Path(name) for pattern in _unbraced(source) for name in _matching(pattern)]
     if not found:
         raise UsageError(f"{source} matches no file; quote it, and name files that exist")
+    return found
+
+
+def _objects(url: str, suffixes: tuple[str, ...], usual: str, cache: BlockCache) -> list[ObjectFile] | None:
+    """As :func:`find_shards`: one object, several by braces, or those directly below a prefix; one listing of each."""
+    if not _has_suffix(url, suffixes):
+        return ObjectFolder(url, cache, whole=False).files(suffixes, usual) or None
+    folders: dict[str, ObjectFolder] = {}
+    found = []
+    for each in _unbraced(url):
+        prefix, _, name = each.rpartition("/")
+        if prefix not in folders:
+            folders[prefix] = ObjectFolder(prefix, cache, whole=False)
+        found.append(ObjectFile(folders[prefix], name))
     return found
 
 

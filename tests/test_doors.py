@@ -32,6 +32,7 @@ OPENERS = {
     "plsc.bench": "our own measurements, and a checkout that the user names",
     "plsc.client": "the user's own token",
     "plsc.cluster": "its own state, and labels and centres that it has written",
+    "plsc.data.block_cache": "its own blocks",
     "plsc.data.glyphs": "the system's fonts and Unihan",
     "plsc.data.image_cache": "the system's, and our own cache",
     "plsc.data.relabelled": "an array of a file that the door has opened",

@@ -4,18 +4,20 @@ A reader is found by the word before the colon of a specification (``avatars:200
 what a path names. Those of files give a :class:`ShardReader` a :class:`plsc.data.shards.ShardFormat`, a file each here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from plsc.data.avatars import open_avatars
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.glyphs import open_glyphs
+from plsc.data.objects import SCHEMES, ObjectFolder, is_object, take_cache
 from plsc.data.readers.arrow import ArrowFormat, HubFormat
 from plsc.data.readers.lance import LanceFormat
+from plsc.data.readers.objects import ObjectPictures, PicturePrefix
 from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.readers.records import RecordFormat
 from plsc.data.sharded import ShardedDataset
@@ -58,17 +60,48 @@ class ShardReader:
     ) -> ShardedDataset | None:
         """Open the shards that ``path`` names; None where it names files of another kind."""
         name, given = split_options(path)
-        shards = self.shard_format.find(name, given)
+        cache = take_cache(given) if is_object(name) else None
+        shards = self.shard_format.find(name, given, cache)
         if shards is None:
             return None
-        return ShardedDataset(
-            source or path,
-            shards,
-            self.shard_format(given),
-            image_size,
-            max_bad_records=max_bad_records,
-            label_columns=label_columns,
+        return self.open(
+            source or path, shards, given, image_size, max_bad_records=max_bad_records, label_columns=label_columns
         )
+
+    def open(
+        self, source: str, shards: Sequence[Path], given: dict[str, str], image_size: ImageSize | None, **options: Any
+    ) -> ShardedDataset:
+        """Open shards; ``given`` are what the source says of their format."""
+        return ShardedDataset(source, shards, self.shard_format(given), image_size, **options)
+
+
+class ObjectReader:
+    """Opens what the URL of an object store names: shards, shards below a prefix, or pictures below a prefix."""
+
+    def __call__(
+        self,
+        source: str,
+        image_size: ImageSize | None,
+        *,
+        max_bad_records: int | None = MAX_BAD_RECORDS,
+        label_columns: int | None = 1,
+    ) -> ImageDataset:
+        """Open ``s3://…``; options as of :meth:`ShardReader.find`."""
+        options: dict[str, Any] = {"max_bad_records": max_bad_records, "label_columns": label_columns}
+        url, given = split_options(source)
+        for reader in SHARDS.values():
+            if url.lower().endswith(reader.shard_format.suffixes):
+                return cast("ImageDataset", reader.find(source, image_size, **options))
+        folder = ObjectFolder(url, take_cache(given), whole=True)
+        for reader in SHARDS.values():
+            if reader.shard_format.reads_objects and (
+                shards := folder.files(reader.shard_format.suffixes, reader.shard_format.usual)
+            ):
+                return reader.open(source, cast("list[Path]", shards), given, image_size, **options)
+        prefix = PicturePrefix(folder)
+        if not prefix.pictures:
+            raise UsageError(f"there is no picture and no shard below {folder.url}; images come from {FORMS}")
+        return ObjectPictures(source, prefix, image_size, given, **options)
 
 
 SHARDS: dict[str, ShardReader] = {
@@ -80,7 +113,7 @@ SHARDS: dict[str, ShardReader] = {
 HUB = ShardReader("hub:ORG/NAME?split=NAME", HubFormat)
 READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(
     "plsc.readers",
-    {"avatars": open_avatars, "glyphs": open_glyphs, **SHARDS, "hub": HUB},
+    {"avatars": open_avatars, "glyphs": open_glyphs, **SHARDS, "hub": HUB, **dict.fromkeys(SCHEMES, ObjectReader())},
     callable,
     "a function of (specification, image size or None) that returns a plsc.data.ImageDataset",
 )
@@ -88,6 +121,7 @@ FORMS = ", ".join(
     [
         *("a folder per identity", "a list file (path<TAB>label)"),
         *(reader.form for reader in (*SHARDS.values(), HUB)),
+        "these as s3://, gs:// or az://BUCKET/PREFIX",
         "avatars:IDSxIMAGES, or glyphs:BLOCK",
     ]
 )
@@ -102,7 +136,7 @@ def has_reader(source: str | Path) -> bool:
 def read(source: str, image_size: ImageSize | None, **options: Any) -> ImageDataset:
     """Open ``NAME:…`` by the reader of that name; ``options`` are for those of shards."""
     reader = READERS[source.partition(":")[0]]
-    if isinstance(reader, ShardReader):
+    if isinstance(reader, ShardReader | ObjectReader):
         return reader(source, image_size, **options)
     dataset = reader(source, image_size)
     if not isinstance(dataset, ImageDataset):

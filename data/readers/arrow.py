@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from plsc.data.block_cache import BlockCache
 from plsc.data.readers.tables import Table, TableFormat
 from plsc.errors import PlscError, UsageError, first_line
 from plsc.files import pinned, read_json
@@ -23,7 +24,7 @@ class ArrowFormat(TableFormat):
     kind = "Arrow"
 
     @classmethod
-    def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
         """See :meth:`TableFormat.find`."""
         path = Path(source, _DICTIONARY)
         if path.is_file():
@@ -31,7 +32,7 @@ class ArrowFormat(TableFormat):
             splits = content.get("splits") if isinstance(content, dict) else None
             listed = ", ".join(f"{source}/{split}" for split in splits) if isinstance(splits, list) else "none"
             raise UsageError(f"{source} holds several splits; name one: {listed}")
-        return super().find(source, given)
+        return super().find(source, given, cache)
 
     @contextmanager
     def open_table(self, shard: Path) -> Iterator[Table]:
@@ -60,7 +61,7 @@ class HubFormat(ArrowFormat):
     }
 
     @classmethod
-    def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
         """Fetch a split, and return its files.
 
         Raises:

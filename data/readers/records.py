@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.objects import ObjectFile
 from plsc.data.record_keys import RecordKeys
 from plsc.data.recordio import (
     LARGEST_FLOAT,
@@ -42,6 +43,7 @@ class RecordFormat(ShardFormat):
 
     suffixes = (".rec",)
     usual = "train.rec"  # beside which val.rec lies
+    reads_objects = True
 
     def scan(self, shard: Path) -> Scanned:
         """See :meth:`ShardFormat.scan`."""
@@ -90,7 +92,11 @@ class RecordFormat(ShardFormat):
     def names(self, shard: Path, keys: NDArray[np.int64]) -> list[str] | None:
         """See :meth:`ShardFormat.names`."""
         path = keys_path(shard)
-        return self.opened(path, RecordKeys).of(keys) if path.is_file() else None
+        return self.opened(path, _record_keys).of(keys) if path.is_file() else None
+
+
+def _record_keys(path: Path) -> RecordKeys:
+    return RecordKeys(path.local() if isinstance(path, ObjectFile) else path)
 
 
 def _located(file: RecordFile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -104,7 +110,7 @@ def _located(file: RecordFile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         offsets = file.record_offsets()
         keys = np.arange(len(offsets), dtype=np.int64)
         if len(keys):
-            warn("plsc.data", f"{file.path} has no .idx; its {len(keys)} records were found by their marks")
+            warn("plsc.data", f"{file.path.name} has no .idx; its {len(keys)} records were found by their marks")
     return _select_images(file, keys, offsets)
 
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.block_cache import BlockCache
 from plsc.data.identity import file_stamps
 from plsc.data.readers.table_columns import Columns, Rows
 from plsc.data.shard_index import index_folder
-from plsc.data.shards import Scanned, ShardFormat, find_shards
+from plsc.data.shards import Scanned, ShardFormat
 from plsc.errors import DataError, PlscError, UsageError, first_line
 from plsc.files import atomic_write, remove_leftovers, storage_errors
 from plsc.regular_files import open_regular
@@ -66,9 +67,9 @@ class TableFormat(ShardFormat):
         self._first: dict[str, str] | None = None
 
     @classmethod
-    def find(cls, source: str, given: Mapping[str, str]) -> list[Path] | None:
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
         """See :meth:`ShardFormat.find`; of a folder, all have to be the parts of one split."""
-        shards = find_shards(source, cls.suffixes)
+        shards = super().find(source, given, cache)
         if shards and Path(source).is_dir():
             _check_parts(source, [shard.name for shard in shards])
         return shards

@@ -89,7 +89,7 @@ def open_images(
     *,
     landmarks: str | Path | None = None,
     detector: str | None = None,
-    own_labels: bool = True,
+    own_labels: bool | None = None,
 ) -> ImageDataset:
     """Open what :func:`plsc.data.open_dataset` opens, one image, a folder with images directly in it, or a sequence.
 
@@ -100,7 +100,7 @@ def open_images(
             resized, unless one of the next two aligns them, which gives squares.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
         detector: a name or ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
-        own_labels: as :func:`plsc.data.open_dataset` takes it.
+        own_labels: as :func:`plsc.data.open_dataset` takes it; pictures to embed need none.
 
     Raises:
         UsageError: there is no such source, or both landmarks and a detector are given. Otherwise as
@@ -133,7 +133,7 @@ def _open(
     source: "ImageSource",
     image_size: ImageSize | None,
     *,
-    own_labels: bool = True,
+    own_labels: bool | None = None,
     max_bad_records: int | None = MAX_BAD_RECORDS,
 ) -> ImageDataset:
     if not isinstance(source, str | Path):
