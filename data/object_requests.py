@@ -137,8 +137,8 @@ class _Helper:
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", __file__]  # the folder of the file is none of modules
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, start_new_session=True, **pipes)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         self._lock = threading.Lock()
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:

@@ -171,8 +171,6 @@ class ObjectFile(RemoteShard):
     def __str__(self) -> str:
         return self._folder.url + self.name
 
-    __repr__ = __str__
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectFile) and str(self) == str(other)
 
@@ -207,8 +205,6 @@ class ObjectFile(RemoteShard):
     def is_file(self) -> bool:
         """As of a Path."""
         return self.state is not None
-
-    exists = is_file
 
     @property
     def size(self) -> int:

@@ -64,11 +64,11 @@ class ShardReader:
         shards = self.shard_format.find(name, given, cache)
         if shards is None:
             return None
-        return self.open(
+        return self.open_shards(
             source or path, shards, given, image_size, max_bad_records=max_bad_records, label_columns=label_columns
         )
 
-    def open(
+    def open_shards(
         self, source: str, shards: Sequence[Path], given: dict[str, str], image_size: ImageSize | None, **options: Any
     ) -> ShardedDataset:
         """Open shards; ``given`` are what the source says of their format."""
@@ -94,10 +94,9 @@ class ObjectReader:
                 return cast("ImageDataset", reader.find(source, image_size, **options))
         folder = ObjectFolder(url, take_cache(given), whole=True)
         for reader in SHARDS.values():
-            if reader.shard_format.reads_objects and (
-                shards := folder.files(reader.shard_format.suffixes, reader.shard_format.usual)
-            ):
-                return reader.open(source, cast("list[Path]", shards), given, image_size, **options)
+            kind = reader.shard_format
+            if kind.reads_objects and (shards := folder.files(kind.suffixes, kind.usual)):
+                return reader.open_shards(source, cast("list[Path]", shards), given, image_size, **options)
         prefix = PicturePrefix(folder)
         if not prefix.pictures:
             raise UsageError(f"there is no picture and no shard below {folder.url}; images come from {FORMS}")
