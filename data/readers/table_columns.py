@@ -74,7 +74,7 @@ class Columns:
         if len(fitting) != 1:
             problem = "several columns that can be pictures" if fitting else "no column that is known for pictures"
             raise UsageError(f"{self._shard} has {problem}; name it by ?image=: {self._listed()}")
-        return fitting[0]
+        return str(fitting[0])
 
     def _found(self, option: str, usual: Sequence[str], taken: set[str], fits: Callable[[Any], bool]) -> str | None:
         name = self._given.get(option)
@@ -103,7 +103,7 @@ class Columns:
     def _has_field(self, name: str, field: str) -> bool:
         import pyarrow as pa
 
-        return pa.types.is_struct(self._types[name]) and self._types[name].get_field_index(field) >= 0
+        return bool(pa.types.is_struct(self._types[name]) and self._types[name].get_field_index(field) >= 0)
 
 
 class Rows:
@@ -151,7 +151,7 @@ class Rows:
         labels = self._joined_labels()
         keys = self._unique_keys()
         kept = np.array([row for row in range(self._count) if row not in self._faults], np.int64)
-        names = self._columns.class_names
+        names: Sequence[str] | None = self._columns.class_names
         if isinstance(labels, list):
             labels, names = text_labels([labels[row] for row in kept])
         elif labels is not None:
@@ -290,7 +290,7 @@ def _is_picture(kind: Any) -> bool:
         index = kind.get_field_index("bytes")
         return index >= 0 and _is_picture(kind.field(index).type)
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def _label_kind(kind: Any) -> str:
