@@ -1,5 +1,6 @@
 """Parquet and Arrow files written by pyarrow and by datasets are read; hostile ones are told by name."""
 
+import errno
 import io
 import json
 import logging
@@ -16,12 +17,13 @@ from support.pictures import stored
 
 import plsc.data.readers.table_columns
 import plsc.data.shard_index
+import plsc.files
 from plsc.data import open_dataset
 from plsc.data.convert import convert
 from plsc.data.readers.arrow import ArrowFormat
 from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.shard_index import index_folder
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, StorageError, UsageError
 from plsc.tools.entry import main
 
 pa = pytest.importorskip("pyarrow")
@@ -357,6 +359,31 @@ def test_damaged_files_are_one_line(tmp_path: Path, suffix: str, stream: bool) -
         path.write_bytes(content)
         assert "\n" not in read_all(path)[1]
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_page_that_is_damaged_is_the_files_fault_and_a_full_disk_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x.parquet", table(), compression="zstd", use_dictionary=False)
+    whole = path.read_bytes()
+    pages = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    content = bytearray(whole)
+    end = pages.data_page_offset + pages.total_compressed_size
+    content[end - 40 : end] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: .*; use another copy"):
+        open_dataset(path)
+    path.write_bytes(whole)
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plsc.files, "sync", full)
+        with pytest.raises(StorageError, match=r"cannot write .*\.images: No space left on device; .*make room"):
+            open_dataset(path)
+    assert not list(tmp_path.rglob("*.tmp")) + unpacked(tmp_path)
+    assert stored_pictures(open_dataset(path, image_size=None)) == PICTURES
 
 
 def test_sizes_that_a_file_cannot_have(tmp_path: Path) -> None:
