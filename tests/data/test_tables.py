@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from support.pictures import stored
 
+import plsc.data.readers.parquet
 import plsc.data.readers.table_columns
 import plsc.data.shard_index
 import plsc.files
@@ -87,7 +88,10 @@ def unpacked(folder: Path) -> list[Path]:
     ],
     ids=["binary", "large_binary", "dictionary", "struct"],
 )
-def test_pictures_come_bit_for_bit(tmp_path: Path, name: str, options: dict[str, Any], image: Any) -> None:
+def test_pictures_come_bit_for_bit(
+    tmp_path: Path, name: str, options: dict[str, Any], image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.readers.parquet, "_MOST_ROWS", 2)  # several batches
     path = write(tmp_path / name, table(image=image, label=pa.array(LABELS).dictionary_encode()), **options)
     for source in (path, tmp_path, tmp_path / f"*{path.suffix}", f"{path.suffix[1:]}:{path}"):
         data = open_dataset(source, image_size=None)
@@ -320,11 +324,14 @@ def test_a_folder_that_may_not_be_written_has_its_pictures_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("a", "b"):
-        write(tmp_path / name / "x.parquet", table(image=PICTURES if name == "a" else PICTURES[::-1]))
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    for name in ("a", "b"):  # files of one name, size and time
+        path = write(tmp_path / name / "x.parquet", table(image=PICTURES if name == "a" else PICTURES[::-1]), **plain)
+        os.utime(path, ns=(1, 1))
         (tmp_path / name / ".plsc-index").touch()  # no folder, even for root
+    assert path.stat().st_size == (tmp_path / "a/x.parquet").stat().st_size
     first, second = (open_dataset(tmp_path / name / "x.parquet", image_size=None) for name in ("a", "b"))
-    assert stored_pictures(first) == PICTURES  # of equal names, sizes, and perhaps times
+    assert stored_pictures(first) == PICTURES
     assert stored_pictures(second) == PICTURES[::-1]
     assert index_folder(tmp_path / "a/x.parquet") == tmp_path / "cache/plsc/index"
 
@@ -364,6 +371,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, suffix: str, stream: bool) -
 def test_a_page_that_is_damaged_is_the_files_fault_and_a_full_disk_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plsc.data.readers.parquet, "_MOST_ROWS", 2)
     path = write(tmp_path / "x.parquet", table(), compression="zstd", use_dictionary=False)
     whole = path.read_bytes()
     pages = pq.ParquetFile(path).metadata.row_group(2).column(0)
@@ -373,6 +381,7 @@ def test_a_page_that_is_damaged_is_the_files_fault_and_a_full_disk_is_not(
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: .*; use another copy"):
         open_dataset(path)
+    assert not unpacked(tmp_path)  # two row groups of three were written
     path.write_bytes(whole)
 
     def full(_: Path) -> None:
