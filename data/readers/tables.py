@@ -224,13 +224,13 @@ def _offsets(pictures: "pa.Array", memory: "pa.Buffer | None", unpacked: _Unpack
     if not len(pictures) or content is None:
         return np.zeros(len(pictures), np.int64)
     width = np.int32 if str(pictures.type) == "binary" else np.int64
-    starts: NDArray[np.int64] = np.frombuffer(ends, width)[
-        pictures.offset : pictures.offset + len(pictures) + 1
-    ].astype(np.int64)
+    starts = np.frombuffer(ends, width)[pictures.offset : pictures.offset + len(pictures) + 1].astype(np.int64)
     first, last = int(starts[0]), int(starts[-1])
     if memory is not None and 0 <= content.address - memory.address <= memory.size - content.size:
-        return starts[:-1] + int(content.address - memory.address)
-    return ~(starts[:-1] - first + unpacked.append(memoryview(content)[first:last]))
+        places: NDArray[np.int64] = starts[:-1] + (content.address - memory.address)
+    else:
+        places = ~(starts[:-1] - first + unpacked.append(memoryview(content)[first:last]))
+    return places
 
 
 def _stamp(shard: Path) -> bytes:
