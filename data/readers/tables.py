@@ -181,24 +181,31 @@ class _Unpacked:
         self._format, self._shard = table_format, shard
         self._stack = ExitStack()
         self._file: BinaryIO | None = None
+        self._path = shard
         self._size, self._most = 0, -1
 
     def __enter__(self) -> "_Unpacked":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        if error[1] is not None:  # of reading: no matter of the disk that is written to
+            self._stack.__exit__(*error)
+            return
+        with storage_errors(self._path):
+            self._stack.close()
 
     def append(self, content: memoryview) -> int:
         """Return where ``content`` begins."""
         if self._most < 0:
             self._most = _MOST_UNPACKED * self._shard.stat().st_size
-            self._begin(self._format.unpacked_path(self._shard))
+            self._path = self._format.unpacked_path(self._shard)
+            self._begin(self._path)
         start, self._size = self._size, self._size + len(content)
         if self._size > self._most:
             raise DataError(f"the pictures of {self._shard} have over {_MOST_UNPACKED} times its bytes; it is no data")
         if self._file is not None:
-            self._file.write(content)
+            with storage_errors(self._path):
+                self._file.write(content)
         return start
 
     def _begin(self, path: Path) -> None:
@@ -209,7 +216,6 @@ class _Unpacked:
         for former in path.parent.glob(f"{escape(of_shard)}.*.images"):
             former.unlink(missing_ok=True)  # before, for both might not have room; whoever has it open reads on
         enter = self._stack.enter_context
-        enter(storage_errors(path))
         self._file = enter(enter(atomic_write(path)).open("wb"))
 
 

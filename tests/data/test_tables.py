@@ -1,5 +1,6 @@
 """Parquet and Arrow files written by pyarrow and by datasets are read; hostile ones are told by name."""
 
+import errno
 import io
 import json
 import logging
@@ -14,14 +15,16 @@ import pytest
 from PIL import Image
 from support.pictures import stored
 
+import plsc.data.readers.parquet
 import plsc.data.readers.table_columns
 import plsc.data.shard_index
+import plsc.files
 from plsc.data import open_dataset
 from plsc.data.convert import convert
 from plsc.data.readers.arrow import ArrowFormat
 from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.shard_index import index_folder
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, StorageError, UsageError
 from plsc.tools.entry import main
 
 pa = pytest.importorskip("pyarrow")
@@ -85,7 +88,10 @@ def unpacked(folder: Path) -> list[Path]:
     ],
     ids=["binary", "large_binary", "dictionary", "struct"],
 )
-def test_pictures_come_bit_for_bit(tmp_path: Path, name: str, options: dict[str, Any], image: Any) -> None:
+def test_pictures_come_bit_for_bit(
+    tmp_path: Path, name: str, options: dict[str, Any], image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.readers.parquet, "_MOST_ROWS", 2)  # several batches
     path = write(tmp_path / name, table(image=image, label=pa.array(LABELS).dictionary_encode()), **options)
     for source in (path, tmp_path, tmp_path / f"*{path.suffix}", f"{path.suffix[1:]}:{path}"):
         data = open_dataset(source, image_size=None)
@@ -318,11 +324,14 @@ def test_a_folder_that_may_not_be_written_has_its_pictures_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("a", "b"):
-        write(tmp_path / name / "x.parquet", table(image=PICTURES if name == "a" else PICTURES[::-1]))
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    for name in ("a", "b"):  # files of one name, size and time
+        path = write(tmp_path / name / "x.parquet", table(image=PICTURES if name == "a" else PICTURES[::-1]), **plain)
+        os.utime(path, ns=(1, 1))
         (tmp_path / name / ".plsc-index").touch()  # no folder, even for root
+    assert path.stat().st_size == (tmp_path / "a/x.parquet").stat().st_size
     first, second = (open_dataset(tmp_path / name / "x.parquet", image_size=None) for name in ("a", "b"))
-    assert stored_pictures(first) == PICTURES  # of equal names, sizes, and perhaps times
+    assert stored_pictures(first) == PICTURES
     assert stored_pictures(second) == PICTURES[::-1]
     assert index_folder(tmp_path / "a/x.parquet") == tmp_path / "cache/plsc/index"
 
@@ -357,6 +366,33 @@ def test_damaged_files_are_one_line(tmp_path: Path, suffix: str, stream: bool) -
         path.write_bytes(content)
         assert "\n" not in read_all(path)[1]
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_page_that_is_damaged_is_the_files_fault_and_a_full_disk_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.readers.parquet, "_MOST_ROWS", 2)
+    path = write(tmp_path / "x.parquet", table(), compression="zstd", use_dictionary=False)
+    whole = path.read_bytes()
+    pages = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    content = bytearray(whole)
+    end = pages.data_page_offset + pages.total_compressed_size
+    content[end - 40 : end] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: .*; use another copy"):
+        open_dataset(path)
+    assert not unpacked(tmp_path)  # two row groups of three were written
+    path.write_bytes(whole)
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plsc.files, "sync", full)
+        with pytest.raises(StorageError, match=r"cannot write .*\.images: No space left on device; .*make room"):
+            open_dataset(path)
+    assert not list(tmp_path.rglob("*.tmp")) + unpacked(tmp_path)
+    assert stored_pictures(open_dataset(path, image_size=None)) == PICTURES
 
 
 def test_sizes_that_a_file_cannot_have(tmp_path: Path) -> None:
