@@ -66,3 +66,9 @@ def find_decoder(name: str) -> JpegDecoder | None:
 def jpeg_decoder() -> JpegDecoder | None:
     """The first of :data:`DECODERS` that is here; None: Pillow decodes."""
     return next(filter(None, map(find_decoder, DECODERS)), None)
+
+
+def decoder_name() -> str:
+    """The library that decodes JPEG here."""
+    decoder = jpeg_decoder()
+    return "Pillow" if decoder is None else decoder.name

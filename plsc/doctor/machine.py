@@ -15,7 +15,7 @@ import torch
 
 import plsc
 from plsc.bench.harness import processor_name
-from plsc.data.decoders import jpeg_decoder
+from plsc.data.decoders import decoder_name
 from plsc.devices import cpu_flags
 from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.native import build
@@ -97,8 +97,8 @@ def _nccl() -> Line:
 
 def _jpeg_decoder() -> Line:
     """The library that decodes JPEG."""
-    decoder = jpeg_decoder()
-    name, note = ("Pillow", "; torchvision takes half of its time") if decoder is None else (decoder.name, "")
+    name = decoder_name()
+    note = "; torchvision takes half of its time" if name == "Pillow" else ""
     try:
         return found("JPEG decoder", f"{name} {metadata.version(name)}{note}")
     except metadata.PackageNotFoundError:
