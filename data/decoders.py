@@ -35,7 +35,7 @@ def _torchvision() -> Decode:
     import torchvision.io  # noqa: F401 (registers the operator)
 
     operator = torch.ops.image.decode_jpeg
-    return lambda data: operator(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, False)  # type: ignore[no-any-return]
+    return lambda data: operator(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, False)
 
 
 def _torchcodec() -> Decode:
