@@ -310,7 +310,9 @@ def _webdataset(is_fast: bool, folder: Path, workers: int, batch: int) -> Batche
     shards = sorted(map(str, folder.glob("*.tar")))
     data = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(1000).decode(how)
     data = data.to_tuple("jpg", "cls").batched(batch)
-    return webdataset.WebLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader: Batches = webdataset.WebLoader(data, batch_size=None, **options)
+    return loader
 
 
 def _data_loader(dataset: Any, workers: int, batch: int, **options: Any) -> DataLoader[Any]:
