@@ -1,4 +1,4 @@
-"""Baselines of `plsc bench head`, `train`, `search` and `cluster`: what `--baselines` adds beside ours.
+"""Baselines of `plsc bench head`, `train`, `search`, `cluster` and `data`: what `--baselines` adds beside ours.
 
 Heads with the whole table on every rank in PyTorch's own parts; a plain training loop; insightface's PartialFC_V2 and
 the loop of its train_v2.py, whose files are read from a checkout's recognition/arcface_torch; numpy, faiss and usearch.
@@ -18,11 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from plsc.bench.comparison import ARCFACE, SGD, Contestant, Task, is_sampled, load_file
+from plsc.bench.data import Batches
 from plsc.bench.head import Step, training_step
 from plsc.bench.search import Search, SearchData
 from plsc.bench.train import CLIP_NORM, Images
+from plsc.data import decode_image
 from plsc.errors import UsageError
 from plsc.index.rows import Float32, Int64
 from plsc.models import create
@@ -281,9 +284,6 @@ def _needs(module: str) -> Callable[[], str | None]:
     return lambda: None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
-# The table ----------------------------------------------------------------------------------------------------------
-
-
 def _faiss_kmeans(folder: Path, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
     """faiss.Kmeans on all points, not on a sample of them, from the same first centres."""
     from plsc.index.scan import load_faiss
@@ -294,6 +294,52 @@ def _faiss_kmeans(folder: Path, start: Float32, iterations: int, threads: int) -
     kmeans = faiss.Kmeans(start.shape[1], len(start), max_points_per_centroid=2**31 - 1, **options)
     kmeans.train(np.load(folder / "rows.npy"), init_centroids=start)
     return kmeans.centroids, iterations
+
+
+# Loaders of pictures ------------------------------------------------------------------------------------------------
+
+
+def _as_plsc(data: bytes) -> Tensor:
+    return decode_image(data, "a picture")
+
+
+def _webdataset(is_fast: bool, folder: Path, workers: int, batch: int) -> Batches:
+    import webdataset
+
+    how = webdataset.handle_extension("jpg", _as_plsc) if is_fast else "torchrgb8"
+    shards = sorted(map(str, folder.glob("*.tar")))
+    data = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(1000).decode(how)
+    data = data.to_tuple("jpg", "cls").batched(batch)
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader: Batches = webdataset.WebLoader(data, batch_size=None, **options)
+    return loader
+
+
+def _data_loader(dataset: Any, workers: int, batch: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0, **options)
+
+
+def _imagefolder(is_fast: bool, folder: Path, workers: int, batch: int) -> Batches:
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    way = {"loader": lambda path: _as_plsc(Path(path).read_bytes())} if is_fast else {"transform": pil_to_tensor}
+    return _data_loader(ImageFolder(str(folder / "folder"), **way), workers, batch)
+
+
+def _datasets(folder: Path, workers: int, batch: int) -> Batches:
+    import datasets
+
+    files, cache = str(folder / "images.parquet"), str(folder / "cache")
+    rows = datasets.load_dataset("parquet", data_files=files, cache_dir=cache, split="train").with_format("torch")
+    return _data_loader(rows, workers, batch, collate_fn=_stacked)
+
+
+def _stacked(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([row["image"] for row in rows]), torch.stack([row["label"] for row in rows])
+
+
+# The table ----------------------------------------------------------------------------------------------------------
 
 
 BASELINES = {
@@ -320,4 +366,13 @@ BASELINES = {
         "usearch": Contestant("usearch, exact", _usearch, why_not=_needs("usearch")),
     },
     "cluster": {"faiss": Contestant("faiss.Kmeans, spherical, all points", _faiss_kmeans, why_not=_needs("faiss"))},
+    "data": {
+        "webdataset": Contestant("webdataset", partial(_webdataset, False), why_not=_needs("webdataset")),
+        "webdataset-fast": Contestant(
+            "webdataset, plsc decodes", partial(_webdataset, True), why_not=_needs("webdataset")
+        ),
+        "imagefolder": Contestant("ImageFolder, DataLoader", partial(_imagefolder, False)),
+        "imagefolder-fast": Contestant("ImageFolder, plsc decodes", partial(_imagefolder, True)),
+        "datasets": Contestant("datasets, DataLoader", _datasets, why_not=_needs("datasets")),
+    },
 }

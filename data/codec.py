@@ -1,8 +1,6 @@
 """Image codec: encoded images to RGB pixels and back; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +8,7 @@ import numpy as np
 import torch
 
 from plsc import image_files
+from plsc.data.decoders import jpeg_decoder
 from plsc.errors import DataError, UsageError
 from plsc.regular_files import read_bytes
 
@@ -22,13 +21,13 @@ Encoding = Literal["jpeg", "png"]
 
 MAX_PIXELS = 64 * 2**20
 
-_RGB = 3  # torchvision's ImageReadMode.RGB
-
 
 def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """Decode an image of one of :data:`plsc.image_files.FORMATS`, of several frames the first.
 
-    Grey becomes RGB, 16 bits become 8, and transparent pixels are composited on white.
+    Grey becomes RGB, 16 bits become 8, and transparent pixels are composited on white. JPEG is left to the library that
+    :mod:`plsc.data.decoders` chooses, the rest to Pillow: a PNG with a wrong checksum makes torchvision 0.29 crash the
+    whole process.
 
     Args:
         data: the encoded file.
@@ -41,13 +40,13 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
     Raises:
         DataError: it does not decode, has more than ``max_pixels`` pixels, or is a JPEG of too many scans.
     """
-    size, decode_jpeg = image_files.jpeg_size(data), _jpeg_operator()
-    if size is None or decode_jpeg is None:
+    size, decoder = image_files.jpeg_size(data), jpeg_decoder()
+    if size is None or decoder is None:
         return _planar(image_files.decode_rgb(data, name, max_pixels))
     image_files.check_pixels(*size, name, max_pixels)
     image_files.check_scans(data, name)
     try:
-        pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, False)
+        pixels = decoder.decode(data)
     except RuntimeError:
         raise DataError(f"{name} is a broken JPEG image; replace or remove it") from None
     if pixels.shape != (3, *size[::-1]):
@@ -133,19 +132,3 @@ def image_pixels(data: bytes) -> tuple[int, int]:
             return image.height, image.width
     except Exception as error:  # as in decoding
         raise DataError(f"an image has no readable header ({str(error)[:120]})") from None
-
-
-@lru_cache
-def _jpeg_operator() -> Callable[[torch.Tensor, int, bool], torch.Tensor] | None:
-    """Return torchvision's operator (data, mode, by EXIF) -> (3, H, W); None where torchvision lacks it.
-
-    It is 1.5 times as fast as Pillow. The operator is called directly because its Python wrapper is deprecated since
-    0.29. PNG stays with Pillow: one with a wrong checksum makes torchvision 0.29 crash the whole process.
-    """
-    try:
-        import torchvision.io  # noqa: F401 (registers the operator)
-
-        operator: Callable[[torch.Tensor, int, bool], torch.Tensor] = torch.ops.image.decode_jpeg
-    except (ImportError, AttributeError):
-        return None
-    return operator

@@ -41,7 +41,7 @@ class RecordKeys:
         for key, fields in zip(keys.tolist(), lines, strict=True):
             if len(fields) != len(KEYS_HEADER) or fields[0] != str(key):
                 return [self[key]]  # which raises
-        return [unescaped(path) if "\\" in path else path for _, _, path in lines]
+        return [unescaped(path) for _, _, path in lines]
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:

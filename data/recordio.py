@@ -394,7 +394,7 @@ def escaped(text: str) -> str:
 
 def unescaped(field: str) -> str:
     """Return the text of a field; the inverse of :func:`escaped`."""
-    return re.sub(r"\\[\\tnr]", lambda match: _UNESCAPES[match[0]], field)
+    return re.sub(r"\\[\\tnr]", lambda match: _UNESCAPES[match[0]], field) if "\\" in field else field
 
 
 def write_key(file: BinaryIO, *fields: str) -> None:

@@ -5,6 +5,7 @@ plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500
 plsc bench train                                    backbone and head, and arcface_torch's loop, two minutes
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 plsc bench cluster                                  spherical k-means beside faiss, from the same first centres
+plsc bench data                                     reading pictures, beside webdataset, torchvision and datasets
 plsc bench serve                                    the service with and without batching, four minutes
 
 The baselines are no part of the package: they stand in benchmarks/baselines.py of a checkout. plsc finds the file if it
@@ -19,9 +20,9 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.progress import note, show
-from plsc.tools.entry import above_0, add_action, add_actions, number, positive
+from plsc.tools.entry import above_0, add_action, add_actions, natural, number, positive
 
-HELP = "measure the class head, training, the search, k-means or the service against its baselines"
+HELP = "measure the class head, training, the search, k-means, reading or the service against its baselines"
 _SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
@@ -76,6 +77,14 @@ def _configure_queries(actions: Any) -> None:
     threads = min(2, os.cpu_count() or 1)
     text = "exact searches: queries per second, latency, memory"
     search = _command(actions, "search", _search, text, rounds=3, threads=threads)
+    text = "reading pictures: images per CPU second, by form of data set"
+    data = _command(actions, "data", _data, text, rounds=3, dim=None)
+    add = data.add_argument
+    add("--images", type=positive, default=4000, metavar="N", help="pictures, drawn faces of 112 pixels (4000)")
+    text = "numbers of loader processes; 0 reads in the process itself (0 2)"
+    add("--workers", type=natural, nargs="+", default=[0, 2], metavar="N", help=text)
+    add("--batch", type=positive, default=128, metavar="B", help="images in a batch (128)")
+    add("--passes", type=positive, default=3, metavar="N", help="times that a turn reads all pictures (3)")
     text = "the service: searches per second and latency over the callers"
     serve = _command(actions, "serve", _serve, text, rounds=3, threads=threads, limit=900.0)
     text = "spherical k-means: CPU time and inertia"
@@ -104,12 +113,13 @@ def _command(
     rounds: int = 2,
     threads: int = 1,
     limit: float = 300.0,
-    dim: int = 512,
+    dim: int | None = 512,
 ) -> argparse.ArgumentParser:
-    """Declare a sub-command with the options that all have; the numbers are defaults."""
+    """Declare a sub-command with the options that all have; the numbers are defaults. None: there is no --dim."""
     command = add_action(actions, name, run, text)
     add = command.add_argument
-    add("--dim", type=positive, default=dim, metavar="D", help="width of the embeddings (%(default)d)")
+    if dim is not None:
+        add("--dim", type=positive, default=dim, metavar="D", help="width of the embeddings (%(default)d)")
     add("--threads", type=positive, default=threads, metavar="T", help="CPU threads of a process (%(default)d)")
     add("--rounds", type=positive, default=rounds, metavar="N", help="turns of each (%(default)d)")
     add("--limit", type=above_0, default=limit, metavar="S", help="seconds that a turn may take (%(default)g)")
@@ -242,6 +252,25 @@ def _cluster(args: argparse.Namespace) -> dict[str, Any]:
     values = (args.rows, args.dim, args.k, args.iterations, args.threads, args.rounds, args.limit, _baselines(args))
     comparison = ClusterComparison(tuple(args.contestants or ()), *values)
     return _report(args, lambda: compare_clusterings(comparison), cluster_table, draw_clusterings)
+
+
+def _data(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare what reads pictures for training, by images per second of processor time, loader processes included.
+
+    Drawn faces are written as JPEG in several forms, all into a temporary folder. Then all take turns, --rounds times,
+    each in fresh processes; each gives batches of pixels and labels, in an order that is drawn anew, not augmented.
+
+    contestants: decode (the pictures' bytes in memory, decoded only), plsc-rec, plsc-folder, plsc-tars, plsc-parquet
+    (the loader of plsc train, without its cache); with --baselines webdataset, imagefolder (torchvision's, with torch's
+    DataLoader), datasets (Hugging Face's, of Parquet), each as its pages show; webdataset-fast and imagefolder-fast
+    decode as plsc does.
+    """
+    from plsc.bench.data import LoadingComparison, compare_loading
+    from plsc.bench.report import draw_loading, loading_table
+
+    sizes = (args.images, args.workers, args.batch, args.passes, args.threads, args.rounds, args.limit)
+    comparison = LoadingComparison(tuple(args.contestants or ()), *sizes, _baselines(args))
+    return _report(args, lambda: compare_loading(comparison), loading_table, draw_loading)
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:

@@ -101,6 +101,26 @@ def cluster_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def loading_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the rows by number of loader processes, aligned, and how ours compare with the best baseline."""
+    first, labels = rows[0], _labels(rows)
+    lines = [
+        f"{counted(first['images'], 'JPEG')} of 112 px, {counted(first['passes'], 'pass', 'passes')} in batches of "
+        f"{first['batch']}, decoded by {first['decoder']}; medians of {counted(first['rounds'], 'round')}:"
+    ]
+    columns = f"{'images/CPU s':>12} {'images/s':>9} {'of decoding':>11}"
+    for workers in dict.fromkeys(row["workers"] for row in rows):
+        at_once = [row for row in rows if row["workers"] == workers]
+        title = counted(workers, "loader process", "loader processes") if workers else "in this process"
+        lines += ["", *_lines(at_once, title, columns, _loading_figures)]
+        lines += [
+            f"  {labels[ratio['ours']]}: {ratio['times']:.2f} times {labels[ratio['best_other']]}"
+            for ratio in ratios
+            if ratio["workers"] == workers
+        ]
+    return "\n".join(lines)
+
+
 def serve_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     """Return the rows by number of callers, aligned, and how batching compares."""
     first = rows[0]
@@ -152,6 +172,11 @@ def _search_figures(row: Row) -> str:
 def _cluster_figures(row: Row) -> str:
     sizes = f"{row['memory_mib']:>7,.0f} {row['inertia']:>12,.1f} {row['iterations']:>10.0f}"
     return f"{row['cpu_s']:>9,.1f} {row['wall_s']:>9,.1f} {sizes}"
+
+
+def _loading_figures(row: Row) -> str:
+    share = "" if row["decode_share"] is None else f"{row['decode_share']:.0%}"
+    return f"{row['images_per_cpu_s']:>12,.0f} {row['images_per_s']:>9,.0f} {share:>11}"
 
 
 def _serve_figures(row: Row) -> str:
@@ -242,6 +267,20 @@ def draw_clusterings(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel("CPU seconds")
     first = rows[0]
     _title(axes, f"k-means of {first['rows']:,} x {first['dim']} points, {first['k']:,} centres")
+    _frame(axes)
+    _save(figure, path)
+
+
+def draw_loading(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar per loader and number of loader processes of images per second of processor time."""
+    measured = [row for row in rows if not row["failed"]][::-1]
+    figure = _figure(8.6, 1.4 + 0.4 * len(measured))
+    axes = figure.subplots()
+    labels = [f"{row['label']}, {row['workers']} processes" for row in measured]
+    colours = [_BLUE if is_ours(row["contestant"]) else _GREY for row in measured]
+    errors = _errors(measured, "images_per_cpu_s")
+    axes.barh(labels, [row["images_per_cpu_s"] for row in measured], xerr=errors, color=colours, capsize=3)
+    _title(axes, "Images per CPU second")
     _frame(axes)
     _save(figure, path)
 

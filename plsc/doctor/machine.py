@@ -15,6 +15,7 @@ import torch
 
 import plsc
 from plsc.bench.harness import processor_name
+from plsc.data.decoders import decoder_name
 from plsc.devices import cpu_flags
 from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.native import build
@@ -33,7 +34,7 @@ def versions() -> list[Line]:
     lines = [found("plsc", plsc.__version__)]
     have = {"Python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     lines += [_version(name, version) for name, version in have.items()]
-    return [*lines, _triton(), _cuda_runtime(), _nccl()]
+    return [*lines, _triton(), _cuda_runtime(), _nccl(), _jpeg_decoder()]
 
 
 def _version(name: str, version: str) -> Line:
@@ -92,6 +93,16 @@ def _nccl() -> Line:
         text = f"{loaded} is loaded, and this torch needs {wanted}"
         return failed("NCCL", text, "another libnccl comes first: look at LD_LIBRARY_PATH and LD_PRELOAD")
     return found("NCCL", loaded)
+
+
+def _jpeg_decoder() -> Line:
+    """The library that decodes JPEG."""
+    name = decoder_name()
+    note = "; torchvision takes half of its time" if name == "Pillow" else ""
+    try:
+        return found("JPEG decoder", f"{name} {metadata.version(name)}{note}")
+    except metadata.PackageNotFoundError:
+        return absent("JPEG decoder", "no library reads pictures: pip install pillow torchvision")
 
 
 def machine() -> list[Line]:

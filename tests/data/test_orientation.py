@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
+from support.jpeg_decoders import ALL, decoding_by
 from support.pictures import stored
 
 from plsc.data.codec import decode_image, to_rgb_tensor
@@ -114,6 +115,9 @@ def test_every_decoder_turns_alike(data: bytes, orientation: int) -> None:
     by_pillow = decode_rgb(data, "x", 10**6)
     assert by_pillow.shape == expected.shape
     assert np.abs(by_pillow.astype(int) - expected).mean() < 16  # chroma is subsampled
+    for name in ALL:
+        with decoding_by(name):
+            assert np.array_equal(decode_image(data, "x").permute(1, 2, 0).numpy(), by_pillow), name
     with open_header(data) as image:
-        for pixels in (decode_image(data, "x"), to_rgb_tensor(data), to_rgb_tensor(image)):
+        for pixels in (to_rgb_tensor(data), to_rgb_tensor(image)):
             assert (pixels.permute(1, 2, 0).numpy() == by_pillow).all()

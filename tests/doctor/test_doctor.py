@@ -17,6 +17,7 @@ import torch
 from support import wrong_library
 from torch.distributed import TCPStore
 
+from plsc.data.decoders import decoder_name
 from plsc.devices import Units
 from plsc.doctor import kernels, machine, rates, training
 from plsc.head.backends import cpu_backend, self_check
@@ -65,6 +66,8 @@ def test_a_sound_machine_is_green(doctor, monkeypatch):
     slower = "auto is fp32: bf16 is 3.7 times slower than fp32 here (this CPU has no bf16 units)"
     assert sections["choices"]["precision"]["text"] == slower
     assert sections["versions"]["torch"] == {"state": "ok", "text": torch.__version__}
+    decoder = decoder_name()
+    assert sections["versions"]["JPEG decoder"]["text"] == f"{decoder} {metadata.version(decoder)}"
     assert sections["collectives"]["all-reduce"]["state"] == "-"
     assert re.search(r"^all ok: \d+ lines in \d+ s$", printed, re.MULTILINE)
     assert "\033" not in printed
@@ -171,7 +174,7 @@ def test_a_library_out_of_bounds_is_named(doctor, monkeypatch, module, name, ver
     sections, printed = doctor("versions", code=1)
     assert advice in sections["versions"][name]["advice"]
     assert re.search(rf"FAIL  {name} +{re.escape(version)}", printed)
-    assert f"1 of 7 lines FAIL (versions: {name})" in printed
+    assert f"1 of 8 lines FAIL (versions: {name})" in printed
 
 
 def test_a_triton_that_torch_was_not_made_for_is_named(doctor, monkeypatch):

@@ -472,6 +472,13 @@ TRAINING = (
         ("tests/data/test_orientation.py",),
     ),
     Defect(
+        "torchcodec turns photos a second time",
+        "data/decoders.py",
+        'b"\\xff\\xd8\\xff\\xe1\\x00\\x08Exif\\0\\0"',
+        'b"\\xff\\xd8"',
+        ("tests/data/test_orientation.py",),
+    ),
+    Defect(
         "records are written that begin between words",
         "data/recordio.py",
         "+ bytes(-len(piece) % 4)",
