@@ -36,7 +36,7 @@ def permuted(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) 
 
 def round_keys(key: Sequence[int]) -> NDArray[np.uint64]:
     """The keys of a permutation's rounds, by the permutation's own: whole numbers from 0 on."""
-    return np.random.SeedSequence(key).generate_state(_ROUNDS_OF_FEW, np.uint64).astype(np.uint64)
+    return np.random.SeedSequence(key).generate_state(_ROUNDS_OF_FEW, np.uint64).astype(np.uint64)  # for its type alone
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class ShardedDataset(EncodedDataset):
         self.label_columns = label_columns
         self.shards, self.format = list(shards), shard_format
         self.index = open_index(source, self.shards, shard_format)
+        self._starts: list[int] = self.index.starts.tolist()  # in which bisect takes a tenth of numpy's time
         super().__init__(source, *self._labels(), image_size)
         damaged = [(self._of_shard(shard, key), why) for shard, key, why in self.index.damaged]
         self._check_damage(damaged, max_bad_records)
@@ -137,7 +139,7 @@ class ShardedDataset(EncodedDataset):
     def encoded(self, index: int) -> bytes:
         """Read the row's image."""
         shard = self._shard(index)
-        row, place = index - int(self.index.starts[shard]), self.index.places[index]
+        row, place = index - self._starts[shard], self.index.places[index]
         try:
             return self.format.read(self.shards[shard], row, place)
         except ValueError as error:
@@ -183,7 +185,7 @@ class ShardedDataset(EncodedDataset):
         return mapped, PackedStringColumn.of(names[number] for number in present.tolist())
 
     def _shard(self, index: int) -> int:
-        return int(np.searchsorted(self.index.starts, index, side="right")) - 1
+        return bisect_right(self._starts, index) - 1
 
     def _of_shard(self, shard: int, key: str) -> str:
         return key if len(self.shards) == 1 else f"{self.shards[shard].name}/{key}"
