@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from plsc.data.codec import Encoding, image_pixels
-from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
+from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image, first_labels
 from plsc.data.folder import SYSTEM_FOLDERS
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.recordio import check_records, record_writer, write_key
+from plsc.data.sharded import ShardedDataset
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_folder, check_output, new_folder, remove_leftovers
 from plsc.image_files import SUFFIXES, suffix_of
@@ -64,6 +65,8 @@ def convert(
         DataError: no image, or too few of them, can be read; a decoding process was killed.
     """
     check_out(dataset.source, out, overwrite=overwrite)
+    if isinstance(dataset, ShardedDataset) and out.exists() and out.resolve() in map(Path.resolve, dataset.shards):
+        raise UsageError(f"{out} is one of the files of {dataset.source}; name another output")
     images = _Images(dataset, encoding, max_bad_records, workers, Progress(label, len(dataset), quiet=quiet))
     with new_folder(out.absolute().parent):
         classes = _to_records(images, out, overwrite) if out.suffix == ".rec" else _to_folder(images, out)
@@ -95,7 +98,8 @@ class _Images:
         self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int | None, workers: int, progress: Progress
     ) -> None:
         self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
-        self.order = np.argsort(dataset.labels, kind="stable")
+        self.labels = first_labels(dataset.labels)  # int64 (N,)
+        self.order = np.argsort(self.labels, kind="stable")
         self._encoded = map_in_workers(_Encoder(dataset, encoding), self.order, workers)
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
@@ -108,7 +112,7 @@ class _Images:
                 self._leave_out(int(index), error)
             else:
                 self.count += 1
-                yield int(index), int(self.dataset.labels[index]), data
+                yield int(index), int(self.labels[index]), data
         self._progress.finish()
         if self.count == 0:
             first = next(iter(self.left_out.values()), "it holds none")
@@ -140,23 +144,35 @@ class _Encoder(Dataset[tuple[bytes | None, str]]):
 
 
 def _to_records(images: _Images, out: Path, overwrite: bool) -> int:
-    """Write a ``.rec``, numbering the classes that have a readable image; return their number."""
-    with record_writer(out, expected=len(images.dataset), overwrite=overwrite) as writer:
+    """Write a ``.rec``, numbering the classes that have a readable image, or all of several labels an image.
+
+    Return the number of classes.
+    """
+    dataset, options = images.dataset, {"expected": len(images.dataset), "classes": images.dataset.num_classes}
+    with record_writer(out, **options, overwrite=overwrite) as writer:
         previous = -1
         for index, label, data in images:
             if label != previous:
-                writer.begin_class(images.dataset.class_names[label])
+                first = label if dataset.labels.ndim == 1 else previous + 1
+                for number in range(first, label + 1):
+                    writer.begin_class(dataset.class_names[number])
                 previous = label
-            writer.add(data, images.dataset.key(index))
+            writer.add(data, dataset.key(index), dataset.labels[index].tolist() if dataset.labels.ndim > 1 else None)
             if images.count == 1:
                 writer.height, writer.width = image_pixels(data)
+        for number in range(previous + 1, dataset.num_classes if dataset.labels.ndim > 1 else 0):
+            writer.begin_class(dataset.class_names[number])
     return len(writer.class_names)
 
 
 def _to_folder(images: _Images, out: Path) -> int:
     """Write ``out/CLASS/…`` and ``out/images.tsv``, atomically; return the number of classes."""
     remove_leftovers(out)
-    names = _OutputNames(images.dataset, images.order)
+    if images.dataset.labels.ndim > 1:
+        raise UsageError(
+            f"{images.dataset.source} has several labels an image, which a folder has no place for; name X.rec"
+        )
+    names = _OutputNames(images.dataset, images.labels, images.order)
     with atomic_folder(out) as tmp_path, (tmp_path / LIST_NAME).open("wb") as lines:
         for index, label, data in images:
             name = names.add(index, label, suffix_of(data) or "")
@@ -174,9 +190,9 @@ class _OutputNames:
         folders: the folder of each class so far, by label.
     """
 
-    def __init__(self, dataset: ImageDataset, order: NDArray[np.int64]) -> None:
+    def __init__(self, dataset: ImageDataset, labels: NDArray[np.int64], order: NDArray[np.int64]) -> None:
         self._dataset, self._order = dataset, order
-        counts = np.bincount(dataset.labels + 1, minlength=dataset.num_classes + 1)  # from label -1 on
+        counts = np.bincount(labels + 1, minlength=dataset.num_classes + 1)  # from label -1 on
         self._ends = np.append(0, np.cumsum(counts))
         self.folders: dict[int, str] = {}
         self._label: int | None = None  # of the present image

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -282,6 +282,13 @@ def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> byte
     if isinstance(dataset, EncodedDataset) and dataset.image_size is None:
         return dataset.encoded(index)
     return encode_image(dataset.image(index), encoding)
+
+
+def first_labels(labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """The first label that each image has, int64 (N,), of labels (N,) or (N, K); -1 where it has none."""
+    if labels.ndim > 1:
+        labels = np.take_along_axis(labels, np.argmax(labels >= 0, axis=1)[:, None], 1)[:, 0]
+    return labels.astype(np.int64, copy=False)
 
 
 def map_numbers(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

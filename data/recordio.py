@@ -23,7 +23,7 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -277,11 +277,13 @@ class RecordWriter:
 
     Record 0 is the header: flag 2, labels (N+1, N+1+C). Images have the keys 1 … N; after them comes a record per
     class, with flag 2 and labels (first key, last key + 1). If ``expected`` images are too many to number in float32,
-    there is no header, and every record is an image: insightface's other convention.
+    there is no header, and every record is an image: insightface's other convention. If ``classes`` are too many, the
+    images' labels are integers of ``X.labels.npy``, in order of key; without it, the records' are refused.
     """
 
-    def __init__(self, records: BinaryIO, index: BinaryIO, keys: BinaryIO, expected: int) -> None:
+    def __init__(self, records: BinaryIO, index: BinaryIO, keys: BinaryIO, expected: int, classes: int = 0) -> None:
         self._records, self._index, self._keys = records, index, keys
+        self.integer_labels: list[Sequence[int]] | None = [] if classes > LARGEST_FLOAT else None
         self.class_names: list[str] = []
         self.height = self.width = 112  # for the property file
         self._first_keys: list[int] = []  # of each class
@@ -292,16 +294,25 @@ class RecordWriter:
             self._append_labels(0, 0.0, 0.0)  # a placeholder of the same size; finish() overwrites it
 
     def begin_class(self, name: str) -> None:
-        """Let the images that follow be of a new class; :class:`UsageError` if float32 cannot number it."""
-        if len(self.class_names) >= LARGEST_FLOAT:
-            raise UsageError(f"a .rec numbers no more than {LARGEST_FLOAT:,} classes, its labels being float32")
+        """Let the images that follow be of a new class."""
         self.class_names.append(name)
         self._first_keys.append(self._next_key)
 
-    def add(self, image: bytes, path: str) -> None:
-        """Append one encoded image, with its path in the source for the keys file."""
+    def add(self, image: bytes, path: str, labels: Sequence[int] | None = None) -> None:
+        """Append one encoded image, with its path in the source for the keys file.
+
+        Args:
+            image: the encoded image.
+            path: in the source.
+            labels: where an image has several: numbers of classes, those that begin later too; -1 for none.
+        """
         label = len(self.class_names) - 1
-        self._append(self._next_key, pack_image(ImageRecord(0, (float(label),), (self._next_key, 0), image)))
+        values = [label] if labels is None else labels
+        if self.integer_labels is not None:
+            self.integer_labels.append(values)
+        flag = 0 if labels is None else len(values)
+        record = ImageRecord(flag, tuple(map(float, values)), (self._next_key, 0), image)
+        self._append(self._next_key, pack_image(record))
         write_key(self._keys, str(self._next_key), self.class_names[label], path)
         self._next_key += 1
 
@@ -328,7 +339,7 @@ def _pack_labels(key: int, first: float, second: float) -> bytes:
 
 
 @contextmanager
-def record_writer(path: Path, *, expected: int, overwrite: bool = False) -> Iterator[RecordWriter]:
+def record_writer(path: Path, *, expected: int, classes: int = 0, overwrite: bool = False) -> Iterator[RecordWriter]:
     """Write ``path`` (``X.rec``) and its companion files: they appear together when the block ends without an error.
 
     ``property`` is one file for a folder, so it is written only if ``X.rec`` is the only ``.rec`` there.
@@ -336,6 +347,7 @@ def record_writer(path: Path, *, expected: int, overwrite: bool = False) -> Iter
     Args:
         path: ends in ``.rec``.
         expected: upper bound on the number of images.
+        classes: upper bound on the number of classes.
         overwrite: replace a ``.rec`` that exists, with its companions.
 
     Raises:
@@ -345,13 +357,17 @@ def record_writer(path: Path, *, expected: int, overwrite: bool = False) -> Iter
     paths = _files_of(path)
     for file in (*paths, path.with_name("property")):
         remove_leftovers(file)
-    with atomic_write_group(paths) as (tmp_records, tmp_index, tmp_names, tmp_keys):
+    with atomic_write_group(paths) as (tmp_records, tmp_index, tmp_names, tmp_keys, tmp_labels):
         with tmp_records.open("wb") as records, tmp_index.open("wb") as index, tmp_keys.open("wb") as keys:
-            writer = RecordWriter(records, index, keys, expected)
+            writer = RecordWriter(records, index, keys, expected, classes)
             yield writer
             writer.finish()
         names = {"source": str(path), "classes": writer.class_names}
         tmp_names.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
+        if writer.integer_labels is not None:
+            labels = np.array(writer.integer_labels, np.int64)
+            with tmp_labels.open("wb") as out:
+                np.save(out, labels[:, 0] if labels.shape[1] == 1 else labels)
     if list(path.parent.glob("*.rec")) == [path]:
         with atomic_write(path.with_name("property")) as tmp_path:
             tmp_path.write_text(f"{len(writer.class_names)},{writer.height},{writer.width}\n", encoding="ascii")
@@ -369,7 +385,8 @@ def check_records(path: Path, *, overwrite: bool) -> None:
 
 def _files_of(records: Path) -> list[Path]:
     """Return a ``.rec`` and its companions, without ``property``."""
-    return [records, records.with_suffix(".idx"), label_map_path(records), keys_path(records)]
+    beside = label_map_path(records), keys_path(records), integer_labels_path(records)
+    return [records, records.with_suffix(".idx"), *beside]
 
 
 def label_map_path(records: Path) -> Path:

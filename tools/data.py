@@ -1,7 +1,9 @@
 """Convert, check, align and describe sets of labelled images.
 
-SOURCE is a folder per identity, a list file with a line path<TAB>label per image, an MXNet .rec (or the folder
-that holds train.rec), or a built-in drawing, avatars:IDSxIMAGES[@FIRST] or glyphs:BLOCK.
+SOURCE is what data.train takes (docs/data.md): a folder per identity, a list file with a line path<TAB>label per image,
+.rec, .tar, .parquet, .arrow or .lance files (one, a glob in quotes, {000..999}, a folder of them, or a list of their
+names), perhaps with ?label=FIELD behind it; these in s3://, gs:// or az://; hub:ORG/NAME?split=train; or a built-in
+drawing, avatars:IDSxIMAGES[@FIRST] or glyphs:BLOCK.
 
   plsc data convert faces/ faces.rec           a folder to a .rec; the other way round: plsc data convert X.rec faces/
   plsc data check faces.rec                    decode everything; find duplicates and empty classes
@@ -33,7 +35,15 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import DataError, UsageError, quoted
 from plsc.files import check_output, new_folder
 from plsc.progress import counted, show
-from plsc.tools.entry import add_action, add_actions, add_detector_option, add_outside_option, natural, positive
+from plsc.tools.entry import (
+    SOURCES,
+    add_action,
+    add_actions,
+    add_detector_option,
+    add_outside_option,
+    natural,
+    positive,
+)
 
 if TYPE_CHECKING:
     from plsc.data.dataset import ImageDataset
@@ -55,9 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
     align = add_action(actions, "align", _align, text, replaces="OUT, --json")
     for action in (convert, check, stats, pairs, align):
-        action.add_argument(
-            "source", metavar="SOURCE", help="a folder, a list, a .rec, avatars:IDSxIMAGES or glyphs:BLOCK"
-        )
+        action.add_argument("source", metavar="SOURCE", help=SOURCES)
         add_outside_option(action)
     convert.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder")
     text = "give up past N broken images (1000)"
@@ -116,8 +124,8 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.convert import check_out
 
     check_out(args.source, args.out, overwrite=args.overwrite)
-    dataset = open_dataset(args.source, image_size=args.size, max_bad_records=args.max_bad_records)
-    return _written(args, dataset)
+    options = {"image_size": args.size, "max_bad_records": args.max_bad_records}
+    return _written(args, open_dataset(args.source, **options, label_columns=None))
 
 
 def _align(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,11 +5,11 @@
   plsc embed runs/faces --data photos/ --out photos.emb --detector mtcnn
 
 MODEL is a run directory, a .safetensors, .pt or .onnx file. A run directory stands for its model.safetensors, the last
-weights; --best takes best.safetensors, those of the best evaluation. DATA is a folder per identity, any folder of
-photos, a list file (path<TAB>label), a .rec file, avatars:IDSxIMAGES or glyphs:BLOCK. Face models expect aligned crops
-of one face: give those, or --landmarks, or --detector (docs/faces.md). An image that cannot be read, or has no face
-or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it again: it
-resumes, with any number of processes; rows of files that were replaced since (of another size or time) are made anew.
+weights; --best takes best.safetensors, those of the best evaluation. DATA is any folder of photos, or what data.train
+takes, with or without labels (docs/data.md). Face models expect aligned crops of one face: give those, or --landmarks,
+or --detector (docs/faces.md). An image that cannot be read, or has no face or landmarks, becomes an empty row with its
+error. If the command is stopped, or killed, run it again: it resumes, with any number of processes; rows of files that
+were replaced since (of another size or time) are made anew.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
@@ -24,6 +24,7 @@ from plsc.signing import load_private_key, sign
 from plsc.tools.entry import (
     AUTO_PRECISION,
     PRECISIONS,
+    SOURCES,
     add_detector_option,
     add_outside_option,
     add_provider_option,
@@ -44,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="run directory or model file")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
-    add("--data", required=True, metavar="DIR|LIST|REC", help="the images")
+    add("--data", required=True, metavar="SOURCE", help=f"the images: {SOURCES}")
     add("--out", required=True, type=Path, metavar="EMB", help="folder to write")
     add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")

@@ -70,6 +70,10 @@ def number(read: Callable[[str], Number], holds: Callable[[Number], bool], wante
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")  # that a model can compute in
+SOURCES = (  # docs/data.md says how each is written; plsc.data.readers opens them
+    "a folder, a list, .rec, .tar, .parquet, .arrow or .lance files, s3://, gs:// or az://BUCKET/…, hub:ORG/NAME, "
+    "avatars:IDSxIMAGES or glyphs:BLOCK"
+)
 AUTO_PRECISION = "(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)"
 # Of plsc.embedding.onnx_session, which imports torch: help does not wait for that.
 PROVIDERS = ("auto", "cpu", "cuda", "tensorrt", "openvino", "coreml")

@@ -5,7 +5,7 @@ input and one output, or raw-pixels: a baseline that compares the pixels themsel
 model.safetensors, the last weights; --best takes best.safetensors, those of the best evaluation.
 
   --pairs X.bin     verification sets as insightface distributes them (lfw.bin, cfp_fp.bin, agedb_30.bin)
-  --data DIR        a folder per identity, a list file, a .rec, avatars:IDSxIMAGES@FIRST or glyphs:BLOCK: all its
+  --data SOURCE     what data.train takes (docs/data.md), as a folder per identity or avatars:IDSxIMAGES@FIRST: all its
                     pairs are compared, every image is searched for among the first images of the identities (rank-1),
                     and every image among all others (Recall@K, mAP@R, R-precision)
   --ijb DIR         the folder IJBB or IJBC, with meta/ and loose_crop/ in it: template verification

@@ -126,6 +126,15 @@ FORMS = ", ".join(
 )
 
 
+def names_shards(source: str | Path) -> bool:
+    """Whether ``source`` names shards of a known format by their suffix, or is a folder that holds some."""
+    path = Path(split_options(str(source))[0])
+    suffixes = tuple(suffix for reader in SHARDS.values() for suffix in reader.shard_format.suffixes)
+    if path.name.lower().endswith(suffixes):
+        return True
+    return path.is_dir() and any(entry.name.lower().endswith(suffixes) for entry in path.iterdir())
+
+
 def has_reader(source: str | Path) -> bool:
     """Whether ``source`` is the specification of a set of :data:`READERS`, as ``avatars:2000x30``, and no path."""
     kind, colon, _ = str(source).partition(":")

@@ -18,8 +18,8 @@ class DataConfig:
     """[data]: the images to train on.
 
     Attributes:
-        train: Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec,
-            or what plsc draws: avatars:IDENTITIESxIMAGES or glyphs:BLOCK.
+        train: Training images: a folder per class, a list file (a line path<TAB>label per image); .rec, .tar, .parquet,
+            .arrow or .lance files; a bucket; or what plsc draws: avatars:IDENTITIESxIMAGES or glyphs:BLOCK.
         labels: Labels of the images in place of their own: labels.npy or top_labels.npy (several of each) of plsc
             cluster, for an embedding set of data.train; images of label -1 are left out.
         image_size: Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from plsc.data import ImageDataset, open_dataset
+from plsc.data import ImageDataset, names_shards, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
 from plsc.data.codec import to_rgb_tensor
 from plsc.data.dataset import MAX_BAD_RECORDS, FileDataset
@@ -141,7 +141,7 @@ def _open(
     path = Path(source)
     if path.is_file() and path.name.lower().endswith(PICTURE_SUFFIXES):
         return LooseImages(path.parent, [path.name], image_size, may_leave=True)
-    if path.is_dir() and not any(path.glob("*.rec")) and (files := PictureFiles(path)).loose:
+    if path.is_dir() and not names_shards(path) and (files := PictureFiles(path)).loose:
         return _loose_images(files, image_size)
     return open_dataset(source, image_size=image_size, max_bad_records=max_bad_records, own_labels=own_labels)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from plsc.data import decode_image, has_reader, open_dataset, read_pairs
+from plsc.data import decode_image, has_reader, names_shards, open_dataset, read_pairs
 from plsc.embedding.columns import Float32, Int64, Mask
 from plsc.embedding.pipeline import Embed, EmbeddedImages, ImageSource, embed_on_ranks
 from plsc.errors import DataError
@@ -271,7 +271,8 @@ def _short_name(source: str) -> str:
     if has_reader(source):
         return source
     path = Path(source)
-    return (path.stem if path.suffix in (".bin", ".rec", ".txt", ".tsv", ".lst") else path.name) or source
+    is_file = path.suffix in (".bin", ".txt", ".tsv", ".lst") or names_shards(source)
+    return (path.stem if is_file and not path.is_dir() else path.name) or source
 
 
 def sample_pairs(labels: Int64, seed: int, limit: int = 6000) -> tuple[Int64, Int64, Mask]:

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.pictures import stored
 
+import plsc.data.readers.records
+import plsc.data.recordio
 import plsc.data.shard_index
 from plsc import config as configuration
-from plsc.data import identity, open_dataset
+from plsc.data import ImageDataset, identity, open_dataset
+from plsc.data.convert import convert
 from plsc.data.readers.records import RecordFormat
 from plsc.data.shard_index import open_index
 from plsc.data.shards import Scanned, ShardFormat, find_shards, split_options, text_labels
@@ -320,3 +323,52 @@ def test_the_key_of_label_columns(tmp_path: Path) -> None:
     assert open_training_data(both).labels.tolist() == [[1, 0], [0, 2]]
     first = configuration.load(None, {"data.train": str(path), "data.label_columns": 1})
     assert open_training_data(first).labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("most", [2**24, 800])
+def test_conversion_keeps_all_labels(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As arrays of float32, or where these hold too few, as integers."""
+    rows = [([7.0, 3.0, 900.0], 1), ([3.0], 2), ([5.0, -1.0, 7.0], 3), (3.0, 4)]
+    source = open_dataset(write_rec(tmp_path / "k.rec", rows), image_size=None, label_columns=None)
+    for module in (plsc.data.recordio, plsc.data.readers.records):
+        monkeypatch.setattr(module, "LARGEST_FLOAT", most if most > 2**20 else source.num_classes - 1)
+    convert(source, tmp_path / "out.rec", quiet=True)
+    assert (tmp_path / "out.labels.npy").exists() == (most == 800)
+    again = open_dataset(tmp_path / "out.rec", image_size=None, label_columns=None)
+    assert labels_by_picture(again) == labels_by_picture(source)
+    if most == 800:
+        (tmp_path / "out.labels.npy").unlink()  # as a kill may leave it
+        with pytest.raises(DataError, match=r"has the label 3, .*float32"):
+            open_dataset(tmp_path / "out.rec", label_columns=None)
+    with pytest.raises(UsageError, match="several labels an image, which a folder has no place for"):
+        convert(source, tmp_path / "out", quiet=True)
+
+
+def labels_by_picture(data: ImageDataset) -> dict[bytes, list[str]]:
+    return {
+        data.encoded(row): [data.class_names[label] for label in data.labels[row] if label >= 0]
+        for row in range(len(data))
+    }
+
+
+def test_a_conversion_never_replaces_what_it_reads(three: Path) -> None:
+    before = (three / "a-001.rec").read_bytes()
+    assert main(["data", "convert", str(three / "a-*.rec"), str(three / "a-001.rec"), "--overwrite"]) == 2
+    assert (three / "a-001.rec").read_bytes() == before
+
+
+@pytest.mark.parametrize("source", ["a-*.rec", "", "all.txt"])
+def test_every_command_of_data_takes_several_files(
+    three: Path, source: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path_factory.mktemp("out")
+    given = str(three / source)
+    assert main(["data", "convert", given, str(out / "x.rec")]) == 0
+    assert main(["data", "check", given]) == 0
+    assert main(["data", "stats", given]) == 0
+    assert main(["data", "pairs", given, str(out / "x.bin"), "--pairs", "2"]) == 0
+    data = open_dataset(given)
+    keys = [data.key(row) for row in range(len(data))]
+    (out / "points.csv").write_text("".join(f"{key},2,4,13,4,8,8,4,12,12,12\n" for key in keys))
+    assert main(["data", "align", given, "--landmarks", str(out / "points.csv"), "--out", str(out / "faces.rec")]) == 0
+    assert "5 images of 3 classes" in capsys.readouterr().out
