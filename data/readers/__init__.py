@@ -15,6 +15,7 @@ from plsc.data.avatars import open_avatars
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.glyphs import open_glyphs
 from plsc.data.readers.records import RecordFormat
+from plsc.data.readers.tars import TarFormat
 from plsc.data.sharded import ShardedDataset
 from plsc.data.shards import ShardFormat, find_shards, split_options
 from plsc.errors import DataError, UsageError
@@ -70,6 +71,7 @@ class ShardReader:
 
 SHARDS: dict[str, ShardReader] = {
     "rec": ShardReader("one or several .rec files", RecordFormat),
+    "tars": ShardReader("tars of samples (/data/{000..999}.tar)", TarFormat),
 }
 READERS: Registry[Callable[[str, ImageSize | None], ImageDataset]] = Registry(
     "plsc.readers",
