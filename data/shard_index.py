@@ -313,7 +313,7 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
             _fill(labels[own], None if scan.labels is None else classes.mapped(scan))
         if numbers is not None:
             numbers[own] = np.arange(len(scan.places)) if scan.keys is None else scan.keys
-        for name, column in _texts_of(scan).items():
+        for name, column in _texts_of(scan, shape.columns).items():
             texts[name].append(column)
     text_names = list(texts)
     if classes.names is None:
@@ -341,9 +341,10 @@ def _fill(target: _Int, labels: NDArray[np.int64] | None) -> None:
         target[:, : labels.shape[1] if labels.ndim > 1 else 1] = labels.reshape(len(target), -1)
 
 
-def _texts_of(scan: Scanned) -> dict[str, Sequence[str]]:
+def _texts_of(scan: Scanned, columns: Sequence[str]) -> dict[str, Sequence[str]]:
     keys = {} if scan.keys is None or isinstance(scan.keys, np.ndarray) else {"keys": scan.keys}
-    return keys | {f"column_{number}": column for number, column in enumerate(scan.columns.values())}
+    empty = [""] * len(scan.places)
+    return keys | {f"column_{number}": scan.columns.get(name, empty) for number, name in enumerate(columns)}
 
 
 def _size(column: Sequence[str]) -> int:
@@ -361,14 +362,14 @@ class _Shape:
         self.columns: list[str] = []
 
     def add(self, scan: Scanned) -> None:
-        """Count one shard in; all shards of a format have the same columns."""
-        self.places, self.columns = scan.places.shape[1], list(scan.columns)
+        """Count one shard in; all have the columns of the first that has any."""
+        self.places, self.columns = scan.places.shape[1], self.columns or list(scan.columns)
         keys = scan.keys if isinstance(scan.keys, np.ndarray) and len(scan.keys) else np.zeros(1, np.int64)
         self.has_gaps = self.has_gaps or bool((np.diff(keys) != 1).any())
         self.firsts.append(int(keys[0]))
         if scan.labels is not None:
             self.labels = max(self.labels, scan.labels.shape[1] if scan.labels.ndim > 1 else 1)
-        for name, column in _texts_of(scan).items():
+        for name, column in _texts_of(scan, self.columns).items():
             self.texts[name] = self.texts.get(name, 0) + _size(column)
 
 

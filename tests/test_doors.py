@@ -35,6 +35,7 @@ OPENERS = {
     "plsc.data.block_cache": "its own blocks",
     "plsc.data.glyphs": "the system's fonts and Unihan",
     "plsc.data.image_cache": "the system's, and our own cache",
+    "plsc.data.packed_tars": "a stream of what the door has opened",
     "plsc.data.relabelled": "an array of a file that the door has opened",
     "plsc.data.record_keys": "a map of what it has opened by the door",
     "plsc.data.shard_index": "our own index",

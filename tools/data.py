@@ -122,10 +122,14 @@ def _configure_from_gallery(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data import open_dataset
     from plsc.data.convert import check_out
+    from plsc.data.packed_tars import unpacked_tars
 
     check_out(args.source, args.out, overwrite=args.overwrite)
     options = {"image_size": args.size, "max_bad_records": args.max_bad_records}
-    return _written(args, open_dataset(args.source, **options, label_columns=None))
+    with unpacked_tars(args.source, args.out) as source:
+        dataset = open_dataset(source, **options, label_columns=None)
+        dataset.source = args.source
+        return _written(args, dataset)
 
 
 def _align(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from plsc.data.readers.lance import LanceFormat
 from plsc.data.readers.objects import ObjectPictures, PicturePrefix
 from plsc.data.readers.parquet import ParquetFormat
 from plsc.data.readers.records import RecordFormat
+from plsc.data.readers.tars import TarFormat
 from plsc.data.sharded import ShardedDataset
 from plsc.data.shards import ShardFormat, split_options
 from plsc.errors import DataError, UsageError
@@ -105,6 +106,7 @@ class ObjectReader:
 
 SHARDS: dict[str, ShardReader] = {
     "rec": ShardReader("one or several .rec files", RecordFormat),
+    "tars": ShardReader("tars of samples (/data/{000..999}.tar)", TarFormat),
     "parquet": ShardReader("one or several .parquet files", ParquetFormat),
     "arrow": ShardReader("one or several .arrow files", ArrowFormat),
     "lance": ShardReader("X.lance tables", LanceFormat),
