@@ -54,6 +54,7 @@ SETTINGS = {
     ),
     "schedulers.md": Setting(files="faces.toml faces.rec lfw.bin", replaced={"/shared/": "shared/"}),
     "training.md": Setting(files="faces.rec"),
+    "data.md": Setting(files="shards/000.tar shards/001.tar parts/0.tar.gz parts/1.tar.gz set/0.parquet"),
     "dynamic.md": Setting(
         parsed_only=[
             f"table {action}" for action in ("remove", "check", "merge", "split", "rename", "add")

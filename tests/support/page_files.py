@@ -85,6 +85,33 @@ def records(path: Path) -> None:
     plsc("data", "convert", f"avatars:{PERSONS}x{PICTURES}", str(path), "--size", str(SIDE))
 
 
+def samples(path: Path) -> None:
+    """Write a tar of samples as webdataset does, packed if its name says so."""
+    with tarfile.open(path, "w:gz" if path.name.endswith(".gz") else "w") as tar:
+        for person in range(PERSONS):
+            for number in range(PICTURES):
+                file = io.BytesIO()
+                Image.fromarray(render_avatar(person, number, SIDE)).save(file, "JPEG")
+                for field, content in (("jpg", file.getvalue()), ("cls", str(person).encode())):
+                    member = tarfile.TarInfo(f"{path.name[:1]}{person:03d}{number:03d}.{field}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def table(path: Path) -> None:
+    """Write a Parquet file as `datasets` does."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = []
+    for person in range(PERSONS):
+        for number in range(PICTURES):
+            file = io.BytesIO()
+            Image.fromarray(render_avatar(person, number, SIDE)).save(file, "JPEG")
+            rows.append({"image": {"bytes": file.getvalue(), "path": f"{number}.jpg"}, "person": f"person-{person}"})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 def model(path: Path, embedding_dim: int = 16) -> None:
     """Write an untrained backbone: .safetensors, or a bare state_dict under any other suffix."""
     from plsc.models import create, save_model
@@ -182,6 +209,9 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "gallery/": gallery,
     "other/": gallery,
     ".rec": records,
+    ".tar": samples,
+    ".tar.gz": samples,
+    ".parquet": table,
     ".csv": landmarks,
     ".bin": pairs,
     ".onnx": onnx_model,
