@@ -85,6 +85,8 @@ def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -
         DataError: a shard cannot be read.
     """
     stamps = _stamps(shards, shard_format)
+    local = [(shard, stamp) for shard, (_, stamp) in zip(shards, stamps, strict=True) if isinstance(shard, Path)]
+    shard_format.noted = {shard: bytes.fromhex(stamp)[:16] for shard, stamp in local}
     if sum(size for size, _ in stamps) < KEPT_FROM:
         arrays: dict[str, NDArray[Any]] = {}
 

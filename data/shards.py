@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from plsc.data.block_cache import BlockCache
 from plsc.data.dataset import map_names
+from plsc.data.identity import file_stamps
 from plsc.data.objects import ObjectFile, ObjectFolder, is_object
 from plsc.errors import UsageError
 from plsc.regular_files import check_links, open_regular
@@ -95,6 +96,7 @@ class ShardFormat(ABC):
             known = ", ".join(f"{name} ({text})" for name, text in self.options.items()) or "none"
             raise UsageError(f"?{unknown[0]}= is no option of {self.suffixes[0]} files, which have: {known}")
         self.given = dict(options)
+        self.noted: dict[Path, bytes] = {}  # the states of shards when they were indexed
         self._opened: dict[Path, Any] = {}
 
     @classmethod
@@ -142,7 +144,14 @@ class ShardFormat(ABC):
         return None
 
     def opened(self, path: Path, open_file: Callable[[Path], T]) -> T:
-        """What ``open_file`` gives for a file, kept for the next call; of many the oldest is dropped."""
+        """What ``open_file`` gives for a file, kept for the next call; of many the oldest is dropped.
+
+        Raises:
+            ValueError: the file is a shard that has changed since it was indexed.
+        """
+        is_noted = path in self.noted and path not in self._opened
+        if is_noted and file_stamps([str(path)]) != self.noted[path]:
+            raise ValueError("its file has changed since it was indexed; begin again")
         found: T = self._opened.pop(path) if path in self._opened else open_file(path)
         self._opened[path] = found
         if len(self._opened) > _OPEN_FILES:

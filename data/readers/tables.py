@@ -141,7 +141,6 @@ class _Files:
 
     def __init__(self, table_format: TableFormat, shard: Path) -> None:
         self._format, self._shard = table_format, shard
-        table_format.check_unchanged(shard)
 
     @cached_property
     def own(self) -> "_Pictures":

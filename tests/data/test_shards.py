@@ -115,6 +115,17 @@ def test_damaged_records_of_all_files_are_counted_together(three: Path) -> None:
         open_dataset(three, max_bad_records=0)
 
 
+def test_a_file_that_is_replaced_while_it_is_in_use_is_told(three: Path) -> None:
+    data = open_dataset(three, image_size=None)
+    path = three / "a-001.rec"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[:-1] + b"?")  # of the same size
+    assert colours(data, [0, 1]) == [1, 2]
+    with pytest.raises(DataError, match=r"record a-001\.rec/0 of .* its file has changed since"):
+        data.encoded(2)
+
+
 def test_names_of_classes_join_files_that_number_them_by_themselves(three: Path) -> None:
     names = {"a-000": ["eve", "-", "bob"], "a-001": [*"----", *"-----", "ann"][0:10], "a-002": ["bob", "-", "ann"]}
     names["a-001"][9] = "ann"

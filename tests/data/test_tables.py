@@ -278,7 +278,7 @@ def test_unpacked_pictures_are_used_again_and_renewed(tmp_path: Path, caplog: py
     assert len(unpacked(tmp_path)) == 1
     assert not leftover.exists()
     assert held.encoded(1) == PICTURES[1]  # who has the former file open reads on
-    with pytest.raises(DataError, match=r"x\.parquet has changed since its rows were found; begin again"):
+    with pytest.raises(DataError, match=r"x\.parquet is damaged: its file has changed since it was indexed"):
         other.encoded(0)
     (second,) = unpacked(tmp_path)
     second.unlink()
@@ -428,7 +428,7 @@ def test_a_file_that_changes_is_told(tmp_path: Path) -> None:
         file.truncate(600)
     with pytest.raises(DataError, match=r"row 5 of .*x\.arrow is damaged: the file has become shorter"):
         data.encoded(5)
-    with pytest.raises(DataError, match="has changed since its rows were found"):
+    with pytest.raises(DataError, match="has changed since it was indexed"):
         other.encoded(0)
 
 
