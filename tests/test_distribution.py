@@ -184,9 +184,18 @@ def test_an_installation_that_serves_has_all_that_it_needs(wheel: Path, work: Pa
 
 
 # Of each extra, a command that does not work without it; of one without a command that runs anywhere, its modules.
+ROW = "import io, PIL.Image; f = io.BytesIO(); PIL.Image.new('RGB', (8, 8)).save(f, 'PNG'); row = [f.getvalue()]; "
+READ = "; from plsc.data import open_dataset; assert open_dataset('{}').encoded(0) == row[0]"
 EXTRAS = {
     "client": ("-c", "import httpx, plsc; plsc.Client('http://127.0.0.1:9')"),
     "cluster": ("-m", "plsc.tools.entry", "cluster", "faces.emb", "--method", "hdbscan", "--out", "clusters"),
+    "datasets": (
+        "-c",
+        ROW
+        + "import datasets; datasets.disable_progress_bars(); "
+        + "datasets.Dataset.from_dict({'image': row, 'label': [1]}).save_to_disk('saved')"
+        + READ.format("saved"),
+    ),
     "detector": ("-c", "from plsc.embedding.detector import open_detector; open_detector('mtcnn')"),
     "encryption": ("-c", "from plsc.gallery.sqlite.keys import cipher; cipher(bytes(32))"),
     "export": ("-m", "plsc.tools.entry", "export", "run", "--format", "onnx", "--out", "model.onnx"),
@@ -195,8 +204,21 @@ EXTRAS = {
         "-c",
         "import huggingface_hub; from plsc.tools.entry import main; assert not main(['push', 'run', '--folder', 'h'])",
     ),
+    "lance": (
+        "-c",
+        ROW
+        + "import lance, pyarrow; lance.write_dataset(pyarrow.table({'image': row, 'label': [1]}), 'x.lance')"
+        + READ.format("x.lance"),
+    ),
     "milvus": ("-c", "import plsc.gallery.milvus, pymilvus"),
     "mlflow": ("-c", "from plsc.loggers import check_loggers; check_loggers(['mlflow'])"),
+    "objects": ("-c", "from plsc.data.object_requests import open_store; open_store('s3://bucket')"),
+    "parquet": (
+        "-c",
+        ROW
+        + "from pyarrow import parquet, table; parquet.write_table(table({'image': row, 'label': [1]}), 'x.parquet')"
+        + READ.format("x.parquet"),
+    ),
     "postgres": ("-c", "import pgvector.psycopg, plsc.gallery.postgres, psycopg_pool"),
     "search": ("-m", "plsc.tools.entry", "index", "build", "faces.emb", "--out", "idx"),
     "signing": ("-m", "plsc.tools.entry", "sign", "--help"),

@@ -48,6 +48,7 @@ _EXPECTED = {"int": "a whole number", "float": "a number"}
 _DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
     "fontTools": "fonttools",
+    "lance": "pylance",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
     "scipy": "scikit-learn",

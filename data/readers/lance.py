@@ -104,10 +104,8 @@ class LanceFormat(ShardFormat):
 
 
 def _table(shard: Path, version: int | None) -> Any:
-    try:
-        import lance
-    except ModuleNotFoundError:
-        raise UsageError(f"{shard} is a table in Lance: pip install 'plsc-torch[lance]' brings its reader") from None
+    import lance
+
     warnings.filterwarnings("ignore", "lance is not fork-safe")  # of each fork; see LanceFormat
     try:
         with _faults():
