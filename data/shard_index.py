@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +159,11 @@ def shard_stamps(files: Sequence[Path]) -> bytes:
     """:func:`file_stamps` of files and of objects; of these the version stands for the time."""
     if not any(isinstance(file, RemoteShard) for file in files):
         return file_stamps([str(file) for file in files])
-    return np.array([file.stamp for file in files if isinstance(file, RemoteShard)], np.int64).tobytes()
+    stamps = (
+        np.array(file.stamp, np.int64).tobytes() if isinstance(file, RemoteShard) else file_stamps([str(file)])
+        for file in files
+    )
+    return b"".join(stamps)
 
 
 def index_folder(shard: Path) -> Path:
@@ -224,7 +228,7 @@ def _scanned(shard_format: ShardFormat, missing: list[tuple[Path, Path]], *, par
 def _scan(shard_format: ShardFormat, shard: Path) -> Scanned:
     if not isinstance(shard, ObjectFile):
         return shard_format.scan(shard)
-    companions = cast("list[ObjectFile]", shard_format.companions(shard))
+    companions = [file for file in shard_format.companions(shard) if isinstance(file, ObjectFile)]
     with shard.fetched(companions) as local:
         return shard_format.scan(local)
 

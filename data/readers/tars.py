@@ -26,7 +26,7 @@ from plsc.regular_files import LARGEST_PICTURE, open_regular
 from plsc.text_files import text_lines
 
 # Hidden files, macOS's and pax's own among them, and webdataset's __names__ of metadata.
-_PASSED_OVER = re.compile(r"(?:^|/)(?:\.(?!\.?/)|PaxHeaders?[./]|__MACOSX/)|^__[^/]*__(?:$|/)").search
+_PASSED_OVER = re.compile(r"(?:^|/)(?:\.(?!\.?/)|PaxHeaders?[./]|__MACOSX/)|^__[^/]*__$").search
 _LARGEST_HEADER = 1 << 16  # bytes: of a long name, or of pax's attributes
 _LARGEST_TEXT = 1 << 12  # bytes
 _LARGEST_JSON = 1 << 20
@@ -94,7 +94,10 @@ class TarFormat(ShardFormat):
     def read(self, shard: Path, row: int, place: NDArray[np.int64]) -> bytes:
         """See :meth:`ShardFormat.read`."""
         offset, size = place.tolist()
-        content = self.opened(shard, open_ranges).read(offset, size)
+        try:
+            content = self.opened(shard, open_ranges).read(offset, size)
+        except OSError as error:
+            raise ValueError(f"the file cannot be opened: {error.strerror or 'it is missing'}") from None
         if len(content) < size:
             raise ValueError("the file ends inside it")
         return content
