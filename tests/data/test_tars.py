@@ -410,12 +410,16 @@ def test_two_pictures_of_a_sample(tmp_path: Path) -> None:
 
 def test_a_file_that_was_shortened_since(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", pairs(2))
-    data = opened(path)
+    data, other = opened(path), opened(path)
+    assert data.encoded(0)  # which opens it
     cut(path, BLOCK + 20)
     with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: .*ends inside"):
         data.encoded(0)
+    with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: its file has changed since"):
+        other.encoded(0)
     path.unlink()
-    with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: the file cannot be opened: No such"):
+    data = other
+    with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: its file has changed since"):
         pickle.loads(pickle.dumps(data)).encoded(0)
 
 
