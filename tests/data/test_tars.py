@@ -418,9 +418,8 @@ def test_a_file_that_was_shortened_since(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: its file has changed since"):
         other.encoded(0)
     path.unlink()
-    data = other
     with pytest.raises(DataError, match=r"sample s0\.png of .*a\.tar is damaged: its file has changed since"):
-        pickle.loads(pickle.dumps(data)).encoded(0)
+        pickle.loads(pickle.dumps(other)).encoded(0)
 
 
 def jpegs(folder: Path, count: int = 4) -> dict[str, bytes]:
