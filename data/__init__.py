@@ -11,7 +11,7 @@ from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, ImageDataset
 from plsc.data.folder import FolderDataset, ListDataset
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
-from plsc.data.readers import FORMS, READERS, has_reader, names_shards, read, read_shards
+from plsc.data.readers import FORMS, READERS, has_reader, is_named, names_shards, read, read_shards
 from plsc.data.sharded import ShardedDataset
 from plsc.errors import UsageError
 from plsc.models.preprocessing import BILINEAR, ImageSize, normalize
@@ -24,6 +24,7 @@ __all__ = [
     "TrainLoader",
     "decode_image",
     "has_reader",
+    "is_named",
     "names_shards",
     "normalize",
     "open_dataset",

@@ -163,7 +163,7 @@ class ShardedDataset(EncodedDataset):
             DataError: a label is past what the format holds exactly.
         """
         if not self.has_labels:
-            options = ", ".join(f"?{name}= ({text})" for name, text in self.format.options.items())
+            options = ", ".join(f"?{name}= ({text})" for name, text in self.format.options.items() if name != "image")
             raise UsageError(
                 f"{self.source} has no labels; {f'name them by {options}, or ' if options else ''}give data.labels"
             )
@@ -198,5 +198,5 @@ class ShardedDataset(EncodedDataset):
             key, why = damaged[0]
             raise DataError(
                 f"{len(damaged):,} of the {total:,} {noun}s of {self.source} are damaged, the first with key "
-                f"{key} ({why}); use another copy"
+                f"{key} ({why}); use another copy{', or another ?label=' if 'label' in self.format.given else ''}"
             )

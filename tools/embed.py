@@ -67,8 +67,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Embed, print a summary, and return it (on the first rank)."""
     key = None if args.sign is None else load_private_key(args.sign)
     if args.nproc > 1 and not is_launched():
-        for path in (args.model, args.data):
-            if not Path(path).exists() and ":" not in path:
+        from plsc.data import is_named
+
+        for path, known in ((args.model, Path(args.model).exists()), (args.data, is_named(args.data))):
+            if not known and ":" not in path:
                 raise UsageError(f"there is no {path}")
         with new_folder(args.out):
             launch_ranks(args)

@@ -123,7 +123,7 @@ def _is_of_two(args: argparse.Namespace) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from plsc.data import has_reader
+    from plsc.data import is_named
 
     if _is_of_two(args):
         _check_two(args)
@@ -133,7 +133,7 @@ def _check(args: argparse.Namespace) -> None:
         _check_probe(args)
     sources = [*args.pairs, *args.data, *([] if args.train is None else [args.train])]
     for path in sources:  # of all, before hours are spent on the first
-        if not has_reader(path) and not Path(path).exists():
+        if not is_named(path):
             raise UsageError(f"there is no {path} to evaluate on")
 
 

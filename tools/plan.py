@@ -145,12 +145,12 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[list[int], int | 
     known = [count for count in given if count is not None]
     if len(known) == len(given):
         return known, args.images
-    from plsc.data import has_reader
+    from plsc.data import is_named
     from plsc.train.tables import classes_of, open_training_data
 
     for table in tables:
         source = table.config.data.train
-        if not has_reader(source) and not Path(source).exists():
+        if not is_named(source):
             mend = f"classes in table {table.name}" if table.name else "--classes C"
             raise UsageError(f"data.train = {source} is not here to count its classes; give {mend}")
     dataset = open_training_data(config)

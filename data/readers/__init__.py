@@ -26,6 +26,7 @@ from plsc.data.shards import ShardFormat, split_options
 from plsc.errors import DataError, UsageError
 from plsc.extensions import Registry
 from plsc.models.preprocessing import ImageSize
+from plsc.progress import log_once
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,12 @@ def has_reader(source: str | Path) -> bool:
     return bool(colon) and READERS.find(kind) is not None
 
 
+def is_named(source: str | Path) -> bool:
+    """Whether ``source`` is a specification, a path that exists, or a pattern, whose shards its opening looks for."""
+    path = split_options(str(source))[0]
+    return has_reader(source) or Path(path).exists() or (names_shards(path) and any(mark in path for mark in "*?[{"))
+
+
 def read(source: str, image_size: ImageSize | None, **options: Any) -> ImageDataset:
     """Open ``NAME:…`` by the reader of that name; ``options`` are for those of shards."""
     reader = READERS[source.partition(":")[0]]
@@ -164,5 +171,18 @@ def read_shards(path: str, image_size: ImageSize | None, **options: Any) -> Shar
     """Open the shards that a path, a glob or a list of names stands for; None where it stands for none."""
     for reader in SHARDS.values():
         if (found := reader.find(path, image_size, **options)) is not None:
+            _tell_others(path, reader)
             return found
     return None
+
+
+def _tell_others(source: str, taken: ShardReader) -> None:
+    """Warn where a folder holds shards of other formats than the one that is ``taken``."""
+    folder, own = Path(split_options(source)[0]), taken.shard_format.suffixes
+    if not folder.is_dir() or folder.name.lower().endswith(own):
+        return
+    names = [entry.name.lower() for entry in folder.iterdir()]
+    kinds = [reader.shard_format.suffixes for reader in SHARDS.values() if reader is not taken]
+    if others := [kind[0] for kind in kinds if any(name.endswith(kind) for name in names)]:
+        line = f"{source}: its {own[0]} files are read, and its {' and '.join(others)} files are not"
+        log_once("plsc.data", f"{line}; to read those, name them, as '{folder}/*{others[0]}'")
