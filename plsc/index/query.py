@@ -125,9 +125,9 @@ def search_service(client: "Client", collection: str, source: str | Path, k: int
 
 
 def _require_source(source: str | Path) -> None:
-    from plsc.data import has_reader, names_shards
+    from plsc.data import is_named
 
-    if not Path(source).exists() and not has_reader(source) and not names_shards(source):
+    if not is_named(source):
         raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
 
 
