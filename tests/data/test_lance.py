@@ -98,7 +98,7 @@ class TestColumns:
             opened(f"{table}?image=person")
         with pytest.raises(DataError, match=r"a.lance has binary in the column left, and labels are integers or texts"):
             opened(f"{table}?image=right&label=left")
-        with pytest.raises(UsageError, match=r"\?image= \(the column of images\).*give data.labels"):
+        with pytest.raises(UsageError, match=r"\?label= \(the column of labels.*give data.labels"):
             opened(f"{table}?image=right")
         assert open_dataset(f"{table}?image=right", own_labels=False).labels.tolist() == [-1] * 12
 

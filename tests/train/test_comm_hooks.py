@@ -18,7 +18,8 @@ CHANGES: dict[str, Any] = {
     "parallel.dgc_sparsity": 0.9,
     "parallel.dgc_dense_below": 1000,
 }
-TOLERANCES = {"bf16": 2e-2, "fp16": 2e-3, "powersgd": 0.3, "dgc": 0.3}
+TOLERANCES = {"bf16": 2e-2, "fp16": 2e-3}  # of each step's loss
+LOSSY = {"powersgd": 0.3, "dgc": 0.3}  # of the losses' mean: what is left out of a step comes with later ones
 
 
 def trained(ranks: Ranks, out: Path, hook: str, **changes: Any) -> dict[int, float]:
@@ -29,9 +30,11 @@ def trained(ranks: Ranks, out: Path, hook: str, **changes: Any) -> dict[int, flo
 @pytest.mark.slow
 def test_runs_with_each_hook_follow_the_plain_one(tmp_path: Path, ranks: Ranks) -> None:
     whole = trained(ranks, tmp_path / "none", "none")
-    for hook, tolerance in TOLERANCES.items():
+    for hook, tolerance in (TOLERANCES | LOSSY).items():
         found = trained(ranks, tmp_path / hook, hook)
-        assert found == pytest.approx(whole, rel=tolerance)
+        if hook in TOLERANCES:
+            assert found == pytest.approx(whole, rel=tolerance)
+        assert sum(found.values()) == pytest.approx(sum(whole.values()), rel=tolerance)
         assert found[1] == pytest.approx(whole[1], rel=1e-6)
         assert found != whole
         assert f"hook    {hook}: " in (tmp_path / hook / "train.log").read_text()
