@@ -48,6 +48,7 @@ class ShardIndex(NamedTuple):
         numbers: those, (N,); None: in each shard they follow one another.
         firsts: int64 (S,), the first of each shard, where they do.
         class_names: C names.
+        unlabelled: the shards that have images and no labels.
         labels_sha256: :func:`plsc.data.identity.labels_digest` of ``labels``; "" where there are none.
         highest_number: the largest label before gaps were closed; -1 where there is none.
         damaged: why rows were left out, by shard and key.
@@ -62,6 +63,7 @@ class ShardIndex(NamedTuple):
     numbers: _Int | None
     firsts: NDArray[np.int64]
     class_names: Sequence[str]
+    unlabelled: list[int]
     labels_sha256: str
     highest_number: int
     damaged: list[tuple[int, str, str]]
@@ -96,7 +98,9 @@ def open_index(source: str, shards: Sequence[Path], shard_format: ShardFormat) -
 
         content = _join([_scan(shard_format, shard) for shard in shards], new)
         return _index(content, arrays, None)
-    of_source = hashlib.sha256(repr((source, sorted(shard_format.given.items()))).encode("utf-8", "surrogateescape"))
+    place = str(shards[0].absolute() if isinstance(shards[0], Path) else shards[0])  # in the user's cache all sets meet
+    given = sorted(shard_format.given.items())
+    of_source = hashlib.sha256(repr((source, place, given)).encode("utf-8", "surrogateescape"))
     state = hashlib.sha256(
         repr([_VERSION, [shard.name for shard in shards], stamps]).encode("utf-8", "surrogateescape")
     )
@@ -133,6 +137,7 @@ def _index(content: dict[str, Any], arrays: dict[str, NDArray[Any]], folder: Pat
         numbers=arrays.get("numbers"),
         firsts=np.array(arrays["firsts"]),
         class_names=texts["names"] if "names" in texts else number_names(arrays["class_numbers"]),
+        unlabelled=[int(shard) for shard in content["unlabelled"]],
         labels_sha256=str(content["labels_sha256"]),
         highest_number=int(content["highest_number"]),
         damaged=[(int(shard), str(key), str(why)) for shard, key, why in content["damaged"]],
@@ -300,11 +305,13 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
     """Write the columns of all shards one after another into arrays that ``new`` makes; return the rest."""
     starts, shape, classes = [0], _Shape(), _Classes()
     damaged: list[tuple[int, str, str]] = []
+    unlabelled: list[int] = []
     for number, scan in enumerate(scans):
         starts.append(starts[-1] + len(scan.places))
         shape.add(scan)
         classes.add(scan)
         damaged += [(number, key, why) for key, why in scan.damaged.items()]
+        unlabelled += [number] if scan.labels is None and len(scan.places) else []
     rows = starts[-1]
     new("starts", (len(starts),), np.int64)[:] = starts
     places = new("places", (rows, shape.places), np.int64)
@@ -330,6 +337,7 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
     return {
         "texts": text_names,
         "damaged": damaged,
+        "unlabelled": unlabelled,
         "columns": shape.columns,
         "highest_number": int(classes.numbers.max(initial=-1)),
         "labels_sha256": "" if labels is None else labels_digest([labels]),

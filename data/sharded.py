@@ -159,7 +159,7 @@ class ShardedDataset(EncodedDataset):
         """Raise where images have no labels, or the format holds some labels only rounded.
 
         Raises:
-            UsageError: there are none.
+            UsageError: there are none, or a shard has none.
             DataError: a label is past what the format holds exactly.
         """
         if not self.has_labels:
@@ -167,6 +167,9 @@ class ShardedDataset(EncodedDataset):
             raise UsageError(
                 f"{self.source} has no labels; {f'name them by {options}, or ' if options else ''}give data.labels"
             )
+        if self.index.unlabelled:
+            first = self.shards[self.index.unlabelled[0]]
+            raise UsageError(f"{first} has no labels, and other files of {self.source} have: leave it out, or label it")
         self.format.check_classes(self)
 
     def _labels(self) -> tuple[Any, Sequence[str]]:

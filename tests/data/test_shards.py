@@ -1,8 +1,10 @@
 """Data sets of several files: which ones a source names, the classes that they share, and the index that is kept."""
 
+import io
 import json
 import pickle
 import struct
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -280,6 +282,18 @@ def test_a_shard_that_changes_leads_to_another_index_and_the_former_goes(kept: N
     assert list(second.class_names) == ["5", "6", "400"]
     assert first is not None
     assert not first.exists()
+
+
+def test_a_file_without_labels_beside_others_is_told(tmp_path: Path) -> None:
+    for name, fields in (("a", ("jpg", "cls")), ("b", ("jpg",))):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            for field in fields:
+                content = b"7" if field == "cls" else picture(1)
+                member = tarfile.TarInfo(f"{name}.{field}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(UsageError, match=r"b\.tar has no labels, and other files of .* have: leave it out"):
+        open_dataset(tmp_path)
 
 
 def test_where_nothing_may_be_written_the_index_lies_in_the_users_cache(
