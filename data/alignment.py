@@ -311,6 +311,10 @@ class AlignedImages(ImageDataset):
         """Return the picture's key."""
         return self._pictures.key(index)
 
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return the picture's."""
+        return self._pictures.metadata(index)
+
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the pictures' own."""
         return self._pictures.sample_ids(start, stop)

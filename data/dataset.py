@@ -186,6 +186,10 @@ class ImageDataset(ABC):
     def key(self, index: int) -> str:
         """Return the readable id of image ``index``: its path, or its record's key."""
 
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return what the source says of image ``index`` besides its key and labels: texts by their names."""
+        return {}
+
     def record_key(self, index: int) -> str:
         """Return the record's key of an image in a ``.rec`` even if its path is known; elsewhere :meth:`key`."""
         return self.key(index)

@@ -59,6 +59,10 @@ class RelabelledDataset(ImageDataset):
         """Return the image's own key."""
         return self.dataset.key(int(self._rows[index]))
 
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return the image's own."""
+        return self.dataset.metadata(int(self._rows[index]))
+
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the images' own."""
         first, last = self._own(start, stop)

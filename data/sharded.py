@@ -146,8 +146,8 @@ class ShardedDataset(EncodedDataset):
             where = f"{self.format.noun} {self.record_key(index)} of {self.shards[shard]}"
             raise DataError(f"{where} is damaged: {error}") from None
 
-    def columns(self, index: int) -> dict[str, str]:
-        """Return the further texts of image ``index`` by their names."""
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return the further columns of image ``index``."""
         return {name: texts[index] for name, texts in self.index.columns.items()}
 
     @property

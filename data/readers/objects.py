@@ -100,6 +100,6 @@ class ObjectPictures(ShardedDataset):
         versions = [number_of(version) for version in self.index.columns["version"][start:stop]]
         return np.column_stack([self.index.places[start:stop, 0], np.array(versions, np.int64)]).tobytes()
 
-    def columns(self, index: int) -> dict[str, str]:
+    def metadata(self, index: int) -> dict[str, str]:
         """Return nothing: versions are the store's."""
         return {}

@@ -10,6 +10,7 @@
         ids.npy                  (n,) int64, unique in the set
         labels.npy               (n,) int64 into class_names, -1 for none
         keys.npy, keys.offsets.npy                      the origin of each row: a path or a record's key
+        metadata.npy, metadata.offsets.npy              a JSON object of each row, if the source has such columns
         errors.jsonl             a line {"row", "error"} for each row without an embedding (a zero vector)
 
 Everything is mapped, nothing unpickled; 10^8 rows are about 3,000 shards. The manifest names the contract:
@@ -21,12 +22,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
 from plsc.embedding.contracts import may_search
+from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
 from plsc.files import (
     MANIFEST,
@@ -65,6 +67,7 @@ class Shard:
         embeddings: (n, dim) float32 or float16; like the next three, memory-mapped.
         ids, labels: (n,) int64.
         keys: n strings.
+        metadata: n JSON objects, as they are stored.
         errors: {row of the set: error}.
         start: the first row.
     """
@@ -80,6 +83,7 @@ class Shard:
         self.ids: Int64 = open_array(file("ids.npy"), (rows,), "int64")
         self.labels: Int64 = open_array(file("labels.npy"), (rows,), "int64")
         self.keys: Sequence[str] = open_strings(file, "keys", rows)
+        self.metadata = open_metadata(file, described, rows)
         self.errors = _read_errors(file("errors.jsonl"), range(self.start, self.start + rows))
 
     def __len__(self) -> int:
@@ -184,6 +188,20 @@ class EmbeddingSet:
         """N strings: the origin of each row."""
         return ChainedStringColumn([shard.keys for shard in self.shards])
 
+    def metadata(self, row: int) -> dict[str, Any]:
+        """What the source said of ``row`` besides its key and label, by names; {} where it said nothing."""
+        return read_metadata(self.metadata_column, row, self.folder)
+
+    @cached_property
+    def metadata_column(self) -> Sequence[str]:
+        """N JSON objects, as they are stored."""
+        return ChainedStringColumn([shard.metadata for shard in self.shards])
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether any row has some."""
+        return any(entry["files"].keys() >= METADATA_FILES for entry in self.manifest["shards"])
+
     @cached_property
     def errors(self) -> Mapping[int, str]:
         """{row: error} of the rows without an embedding."""
@@ -202,7 +220,8 @@ class EmbeddingSet:
         start = 0
         for number, entry in enumerate(manifest_value(self.folder, self.manifest, "shards", list)):
             is_next = isinstance(entry, dict) and (entry.get("name"), entry.get("start")) == (shard_name(number), start)
-            if not is_next or set(manifest_value(self.folder, entry, "files", dict)) != set(SHARD_FILES):
+            files = manifest_value(self.folder, entry, "files", dict) if is_next else {}
+            if files.keys() - METADATA_FILES != set(SHARD_FILES):
                 raise IntegrityError(f"{self.folder / MANIFEST} describes shard {number} wrongly; use another copy")
             start += manifest_value(self.folder, entry, "rows", int)
         if start != rows or self.manifest["dtype"] not in ("float32", "float16") or not 0 < dim <= LARGEST_DIM:

@@ -264,6 +264,7 @@ def _embed_shards(
                 labels=np.asarray(dataset.labels[start:stop], dtype=np.int64),
                 keys=[dataset.key(row) for row in range(start, stop)],
                 errors={start + row: text for row, text in errors.items()},
+                metadata=[dataset.metadata(row) for row in range(start, stop)],
                 contents=contents,
             )
             if publishing is not None:

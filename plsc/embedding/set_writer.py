@@ -16,6 +16,7 @@ import numpy.typing as npt
 from plsc import files
 from plsc.embedding.columns import save_array, save_strings, string_files
 from plsc.embedding.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
+from plsc.embedding.metadata import Metadata, save_metadata
 from plsc.errors import DataError, IntegrityError, UsageError
 
 DTYPES = ("float32", "float16")
@@ -36,6 +37,7 @@ class ShardRows:
         ids, labels: (n,).
         keys: n strings.
         errors: {row of the set: error}.
+        metadata: of each row; empty: of none.
         contents: what the pictures were, as :func:`plsc.data.identity.contents_id` says it; "" is not known.
     """
 
@@ -45,6 +47,7 @@ class ShardRows:
     labels: npt.NDArray[np.int64]
     keys: Sequence[str]
     errors: dict[int, str] = field(default_factory=dict)
+    metadata: Sequence[Metadata] = ()
     contents: str = ""
 
 
@@ -138,6 +141,7 @@ class SetWriter:
         save_array(tmp_path / "ids.npy", rows.ids.astype(np.int64, copy=False))
         save_array(tmp_path / "labels.npy", rows.labels.astype(np.int64, copy=False))
         save_strings(tmp_path, "keys", rows.keys)
+        more = save_metadata(tmp_path, rows.metadata) if any(rows.metadata) else []
         lines = [json.dumps({"row": row, "error": text}) + "\n" for row, text in sorted(rows.errors.items())]
         (tmp_path / "errors.jsonl").write_text("".join(lines), encoding="utf-8")
         files.write_manifest(
@@ -150,7 +154,7 @@ class SetWriter:
                 "rows": len(rows.ids),
                 "errors": len(rows.errors),
                 **({"contents": rows.contents} if rows.contents else {}),
-                "files": files.describe_files(tmp_path, list(SHARD_FILES)),
+                "files": files.describe_files(tmp_path, [*SHARD_FILES, *more]),
             },
         )
         files.atomic_replace_dir(tmp_path, self.folder / shard_name(number))

@@ -33,7 +33,7 @@ from plsc.embedding.columns import open_array, write_npy_header
 from plsc.embedding.contracts import is_of
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import SetWriter, ShardRows
-from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
+from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, UsageError
 from plsc.files import (
     Manifest,
     atomic_private_folder,
@@ -47,7 +47,7 @@ from plsc.files import (
     write_manifest,
 )
 from plsc.gallery.store import Store
-from plsc.gallery.validation import MAX_ID, check_new
+from plsc.gallery.validation import MAX_CHARACTERS, MAX_ENTRIES, MAX_ID, check_metadata, check_new
 from plsc.gallery.values import Collection, Float32, NewPerson, Person, PersonSummary
 from plsc.index.rows import Int64, Mask, searchable
 from plsc.progress import Progress
@@ -166,6 +166,7 @@ def import_set(
 ) -> dict[str, int]:
     """Enrol an embedding set: a person for each class, and one for each row without a class, its key as metadata.
 
+    Metadata of the set in which all pictures of a person agree become the person's, as far as a store takes them.
     The collection is created if there is none; a set by a model that is compatible with the collection's comes beside
     what it holds. Who is there already is not enrolled again, and gets what faces are new: somebody with the same name
     and a face with the same vector; an external id that is taken is refused. Rows with an error, NaN, infinity or
@@ -289,9 +290,22 @@ def _new_persons(source: EmbeddingSet, usable: Mask) -> Iterator[NewPerson]:
             keys = _face_keys(source.ids[rows].tolist(), line.get("keys", {}))
             yield NewPerson(_read_rows(source, rows), *about, keys=keys)
         elif len(rows):
-            yield NewPerson(_read_rows(source, rows), name)
+            yield NewPerson(_read_rows(source, rows), name, _shared_metadata(source, rows.tolist()))
     for row in order[ends[0] : ends[1]].tolist():
-        yield NewPerson(source.rows(row, row + 1), None, {"key": source.keys[row][:1024]})
+        key = {"key": source.keys[row][:MAX_CHARACTERS]}
+        yield NewPerson(source.rows(row, row + 1), None, {**_shared_metadata(source, [row]), **key})
+
+
+def _shared_metadata(source: EmbeddingSet, rows: Sequence[int]) -> dict[str, Any]:
+    """Return the metadata in which all of a person's pictures agree, as far as a store takes it."""
+    first, *others = [source.metadata(row) for row in rows] if source.has_metadata else [{}]
+    for other in others:
+        first = {name: value for name, value in first.items() if name in other and other[name] == value}
+    fitting: dict[str, Any] = {}
+    for name, value in first.items():
+        with suppress(UsageError):
+            fitting |= check_metadata({name: value})
+    return dict(islice(fitting.items(), MAX_ENTRIES - 1))  # one is the key
 
 
 def _exported_persons(source: EmbeddingSet) -> Iterator[dict[str, Any]] | None:

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from plsc import files
 from plsc.arguments import as_integer
 from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files, write_npy_header
 from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.metadata import save_metadata
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError, quoted
 from plsc.index import ann
@@ -99,11 +99,11 @@ def _write_index(
     held_out = np.empty(0, dtype=np.int64)
     if kind != "exact":
         held_out = choose_held_out(rows.labels, HELD_OUT, options.seed)
-    vectors = _write_columns(tmp_path, rows, held_out)
+    vectors, more = _write_columns(tmp_path, rows, held_out)
     structure = choose_structure(vectors, len(held_out), kind, options, budget, tmp_path / FAISS_FILE)
     if structure["kind"] == "exact":
         (tmp_path / LISTS_FILE).unlink(missing_ok=True)  # of a structure that was built and not chosen
-    names = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (tmp_path / name).exists())]
+    names = [*COLUMN_FILES, *more, *(name for name in (FAISS_FILE, LISTS_FILE) if (tmp_path / name).exists())]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -124,19 +124,25 @@ def _write_index(
     }
 
 
-def _write_columns(tmp_path: Path, rows: MergedSets, held_out: Int64) -> Float32:
-    """Write vectors, ids, labels and names, the rows ``held_out`` (ascending) last; returns the vectors, mapped."""
+def _write_columns(tmp_path: Path, rows: MergedSets, held_out: Int64) -> tuple[Float32, list[str]]:
+    """Write vectors, ids, labels and names, the rows ``held_out`` (ascending) last.
+
+    Returns:
+        The vectors, mapped, and the names of files that not every index has.
+    """
     last = np.zeros(len(rows), dtype=bool)
     last[held_out] = True
     path = tmp_path / "vectors.npy"
     _write_vectors(path, rows, last)
     save_array(tmp_path / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
     save_array(tmp_path / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
-    order = chain(np.flatnonzero(~last), held_out)
+    order = np.concatenate([np.flatnonzero(~last), held_out])
     save_strings(tmp_path, "keys", (rows.key(int(row)) for row in order))
+    more = []
+    if any(source.has_metadata for source in rows.sets):
+        more = save_metadata(tmp_path, (rows.metadata(int(row)) for row in order))
     save_strings(tmp_path, "class_names", rows.class_names)
-    mapped: Float32 = np.load(path, mmap_mode="r", allow_pickle=False)
-    return mapped
+    return np.load(path, mmap_mode="r", allow_pickle=False), more
 
 
 def _write_vectors(path: Path, rows: MergedSets, last: Mask) -> None:

@@ -5,6 +5,7 @@
       vectors.npy           (N, dim) float32, of length 1; the last ``held_out`` rows are not in index.faiss
       ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
       keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embedding.columns)
+      metadata.npy, metadata.offsets.npy  a JSON object for each row, if any has some
       index.faiss           kinds ivf, hnsw and pq: the approximate structure over the first N − held_out rows
       index.ivfdata         its cells, where they were larger than the memory allowed; searching maps them
 
@@ -31,6 +32,7 @@ import numpy.typing as npt
 from plsc.arguments import as_integer
 from plsc.embedding.columns import Float32, Int64, check_maps, check_unwritten, open_array, open_strings
 from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
+from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
 from plsc.errors import IntegrityError, UsageError
 from plsc.files import MANIFEST, holds_manifest, manifest_value, open_described, read_manifest
 from plsc.index import ann
@@ -117,6 +119,7 @@ class Index:
         self.labels: Int64 = open_array(file("labels.npy"), (rows,), "int64")
         self.keys: Sequence[str] = open_strings(file, "keys", rows)
         self.class_names: Sequence[str] = open_strings(file, "class_names", self.manifest["classes"])
+        self._metadata = open_metadata(file, files, rows)
         if verify and len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < self.manifest["classes"]:
             raise IntegrityError(
                 f"{self.folder} holds labels outside its {self.manifest['classes']} classes; build it again"
@@ -142,7 +145,7 @@ class Index:
         rows, dim, held_out, _ = (manifest_value(self.folder, self.manifest, name, int) for name in numbers)
         expected = {*COLUMN_FILES, *({FAISS_FILE} if kind != "exact" else {})}
         known = kind in ann.KINDS and 0 < dim <= LARGEST_DIM and held_out <= rows and rows > 0
-        if not known or files.keys() - {LISTS_FILE} != expected:
+        if not known or files.keys() - {LISTS_FILE} - METADATA_FILES != expected:
             raise IntegrityError(f"{self.folder / MANIFEST} does not describe an index; use another copy")
         if kind != "exact":
             effort = "efSearch" if kind == "hnsw" else "nprobe"
@@ -262,6 +265,10 @@ class Index:
         """The name of class ``label``; None for -1."""
         label = as_integer(label, "a label", -1, len(self.class_names) - 1)
         return None if label < 0 else self.class_names[label]
+
+    def metadata(self, row: int) -> dict[str, Any]:
+        """What the source said of a row besides its key and class, by names; {} where it said nothing."""
+        return read_metadata(self._metadata, as_integer(row, "a row", 0, len(self) - 1), self.folder)
 
     def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         beside = ann.Rows(None, np.arange(len(self.base), len(self)), self.held_out_vectors)

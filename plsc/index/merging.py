@@ -7,6 +7,7 @@ import numpy as np
 
 from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
+from plsc.embedding.metadata import Metadata, read_metadata
 from plsc.errors import DataError, UsageError
 from plsc.index.rows import searchable
 
@@ -25,6 +26,7 @@ class MergedSets:
         labels: (N,) into ``class_names``, -1 for none.
         class_names: of all sets, each once.
         source_keys: the keys of all rows of the sets, searchable or not.
+        source_metadata: their metadata, as stored.
         left_out: {reason: number of rows that are not searchable}.
         offsets: what was added to each set's ids.
     """
@@ -36,6 +38,7 @@ class MergedSets:
     labels: Int64
     class_names: list[str]
     source_keys: Sequence[str]
+    source_metadata: Sequence[str]
     left_out: dict[str, int]
     offsets: list[int]
 
@@ -55,6 +58,10 @@ class MergedSets:
     def key(self, row: int) -> str:
         """The key of searchable row ``row``."""
         return self.source_keys[int(self.source_rows[row])]
+
+    def metadata(self, row: int) -> Metadata:
+        """The metadata of searchable row ``row``."""
+        return read_metadata(self.source_metadata, int(self.source_rows[row]), self.sets[0].folder)
 
     def unit_chunks(self) -> Iterator[tuple[int, Float32]]:
         """Yield (first row, vectors (n, D) float32 of length 1) until all rows are covered, in order."""
@@ -95,7 +102,8 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     labels, class_names = _merged_classes(sets)
     rows = np.flatnonzero(good).astype(np.int64)
     keys = ChainedStringColumn([source.keys for source in sets])
-    return MergedSets(sets, contract, rows, ids[good], labels[good], class_names, keys, left_out, offsets)
+    metadata = ChainedStringColumn([source.metadata_column for source in sets])
+    return MergedSets(sets, contract, rows, ids[good], labels[good], class_names, keys, metadata, left_out, offsets)
 
 
 def _searchable_rows(source: EmbeddingSet, left_out: dict[str, int]) -> Mask:

@@ -82,8 +82,9 @@ def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
     """Search for the ``k`` nearest rows to each query.
 
     Returns:
-        ``[{"query", "matches": [{"id", "key", "label", "class", "score"}]}]``; a query that cannot be searched has no
-        matches and an "error", and one whose picture may be no aligned crop a "warning".
+        ``[{"query", "matches": [{"id", "key", "label", "class", "score"}]}]``, and "metadata" of rows that have some; a
+        query that cannot be searched has no matches and an "error", and one whose picture may be no aligned crop a
+        "warning".
     """
     answers: list[dict[str, Any]] = [{"query": name, "matches": []} for name in queries.names]
     for kind, texts in (("error", queries.errors), ("warning", queries.warnings)):
@@ -98,7 +99,9 @@ def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
             for score, row in zip(scores, rows, strict=True):
                 label = int(index.labels[row])
                 match = {"id": int(index.ids[row]), "key": index.keys[row], "label": label}
-                answers[position]["matches"].append({**match, "class": index.class_name(label), "score": score})
+                more = {"metadata": metadata} if (metadata := index.metadata(row)) else {}
+                match |= {"class": index.class_name(label), "score": score, **more}
+                answers[position]["matches"].append(match)
     return answers
 
 

@@ -67,7 +67,7 @@ class TestColumns:
         assert stored(dataset) == IMAGES
         assert dataset.labels.tolist() == [0, 1] * 6
         assert [dataset.key(index) for index in range(12)] == names
-        assert dataset.columns(3) == {"age": "3"}
+        assert dataset.metadata(3) == {"age": "3"}
 
     def test_text_labels_are_classes_by_name(self, tmp_path: Path) -> None:
         texts = pa.array(["bob", "ann", "bob", "cy"] * 3).dictionary_encode()

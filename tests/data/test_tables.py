@@ -142,8 +142,8 @@ def test_columns_by_their_names_and_further_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", content)
     data = open_dataset(path, image_size=None)
     assert [data.key(row) for row in range(6)] == ["5", "6", "7", "8", "9", "10"]
-    assert data.columns(2) == {"person": "p", "note": "é", "age": "3"}
-    assert data.columns(1)["note"] == data.columns(5)["age"] == ""
+    assert data.metadata(2) == {"person": "p", "note": "é", "age": "3"}
+    assert data.metadata(1)["note"] == data.metadata(5)["age"] == ""
     other = open_dataset(f"{path}?image=photo&label=person&key=note", image_size=None)
     assert stored_pictures(other) == PICTURES[::-1]
     assert (other.labels.tolist(), list(other.class_names)) == ([0, 1, 0, 0, 1, 1], ["p", "q"])
@@ -470,7 +470,7 @@ def of_datasets(datasets: Any) -> Any:
 def check_of_datasets(data: Any) -> None:
     assert [int(data.picture(row)[0, 0, 0]) for row in range(6)] == list(range(6))
     assert (data.labels.tolist(), list(data.class_names)) == ([2, 0, 1, 1, 0, 2], ["zoe", "ann", "bob"])
-    assert data.columns(5) == {"age": "5"}
+    assert data.metadata(5) == {"age": "5"}
 
 
 def test_what_datasets_saves(tmp_path: Path, hub: Any) -> None:

@@ -103,7 +103,7 @@ def test_what_webdataset_writes(tmp_path: Path, labels: list[Any]) -> None:
     assert classes(data) == [label.decode() if isinstance(label, bytes) else str(label) for label in labels]
     assert keys(data) == ["0/s0.jpg", "0/s1.jpg", "0/s2.jpg"]
     assert data.encoded(1) == jpeg
-    assert data.columns(0) == {}
+    assert data.metadata(0) == {}
 
 
 def test_webdatasets_texts_and_json_are_columns(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_webdatasets_texts_and_json_are_columns(tmp_path: Path) -> None:
         tmp_path / "a.tar", [{"__key__": "k0", **sample}, {"__key__": "k1", "jpg": photo(6), "cls": 5}]
     )
     data = opened(path)
-    assert data.columns(0) == {"txt": "a caption é", "url": "http://x", "width": "16", "ok": "true", "note": ""}
-    assert data.columns(1) == dict.fromkeys(data.columns(0), "")
+    assert data.metadata(0) == {"txt": "a caption é", "url": "http://x", "width": "16", "ok": "true", "note": ""}
+    assert data.metadata(1) == dict.fromkeys(data.metadata(0), "")
     assert colours(data) == [5, 6]
 
 
@@ -154,7 +154,7 @@ def test_labels_of_a_text_field(tmp_path: Path) -> None:
     members = [("a.png", 1), ("a.txt", " ann\n"), ("a.cls", "1"), ("b.png", 2), ("b.txt", " \n"), ("c.png", 3)]
     data = opened(f"{write_tar(tmp_path / 'a.tar', members)}?label=txt")
     assert classes(data) == ["ann"]
-    assert data.columns(0) == {}
+    assert data.metadata(0) == {}
     assert data.skipped == dict.fromkeys("bc", "it has no label in txt, an integer or a text")
 
 
@@ -177,7 +177,7 @@ def test_labels_of_json(tmp_path: Path, key: str, found: list[list[int]], names:
     data = opened(source, label_columns=None)
     assert data.labels.reshape(3, -1).tolist() == found
     assert list(data.class_names) == names
-    assert data.columns(2) == ({"site": "u"} if key == "id" else {"id": "5", "site": "u"})
+    assert data.metadata(2) == ({"site": "u"} if key == "id" else {"id": "5", "site": "u"})
     assert opened(source).labels.ndim == 1
 
 
@@ -256,7 +256,7 @@ def test_several_tars_pickled_and_with_a_kept_index(
         assert colours(data) == [0, 1, 2, 3, 4, 5]
         assert classes(data) == ["0", "1"] * 3
         assert keys(data) == [f"s{row}.png" for row in range(6)]
-        assert data.columns(2) == {"txt": "text 1"}
+        assert data.metadata(2) == {"txt": "text 1"}
 
 
 def cut(path: Path, offset: int) -> None:
