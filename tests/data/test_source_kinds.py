@@ -7,10 +7,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.linear_embedder import SIZE, stand_in
 from support.source_kinds import IMAGES, KINDS, PEOPLE, PICTURES, ROWS
 
 from plsc.data import ImageDataset, TrainLoader, open_dataset
 from plsc.data.convert import convert
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.extract import extract
+from plsc.embedding.sources import open_images
+from plsc.parallel import Mesh
+
+ONE = Mesh(0, 1, 0, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +77,14 @@ def advance(data: ImageDataset, ranks: list[TrainLoader], steps: int, seen: Coun
                 assert data.class_names[int(label)] == data.key(index).partition("/")[0]
                 seen[loader.epoch, data.key(index)] += 1
     return ranks[0].state_dict()
+
+
+def test_embeddings_are_the_same_bits_from_every_kind(sources: dict[str, str], tmp_path: Path) -> None:
+    found = {}
+    for kind, source in sources.items():
+        made = extract(stand_in(), open_images(source, SIZE), tmp_path / kind, ONE, quiet=True)
+        assert made["errors"] == 0
+        rows = EmbeddingSet(tmp_path / kind)
+        found[kind] = {key: row.tobytes() for key, row in zip(rows.keys, rows.rows(0, IMAGES), strict=True)}
+    assert found["folder"].keys() == PICTURES.keys()
+    assert all(vectors == found["folder"] for vectors in found.values())
