@@ -231,7 +231,7 @@ def _scanned(shard_format: ShardFormat, missing: list[tuple[Path, Path]], *, par
 
 
 def _scan(shard_format: ShardFormat, shard: Path) -> Scanned:
-    if not isinstance(shard, ObjectFile):
+    if shard_format.scans_objects or not isinstance(shard, ObjectFile):
         return shard_format.scan(shard)
     companions = [file for file in shard_format.companions(shard) if isinstance(file, ObjectFile)]
     with shard.fetched(companions) as local:
@@ -377,7 +377,8 @@ class _Shape:
 
     def add(self, scan: Scanned) -> None:
         """Count one shard in; all have the columns of the first that has any."""
-        self.places, self.columns = scan.places.shape[1], self.columns or list(scan.columns)
+        self.places = max(self.places, scan.places.shape[1])
+        self.columns = self.columns or list(scan.columns)
         keys = scan.keys if isinstance(scan.keys, np.ndarray) and len(scan.keys) else np.zeros(1, np.int64)
         self.has_gaps = self.has_gaps or bool((np.diff(keys) != 1).any())
         self.firsts.append(int(keys[0]))

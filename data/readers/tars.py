@@ -46,7 +46,6 @@ class TarFormat(ShardFormat):
     """Pictures of tars. Texts of ``.txt``, and values at the top of ``.json``, become columns."""
 
     suffixes = (".tar", *PACKED_SUFFIXES)
-    reads_objects = True
     noun = "sample"
     options = {  # noqa: RUF012 (ShardFormat's is a ClassVar)
         "label": "a text field, as cls, which is the usual one; json:KEY; or folder, of a tar of a folder per identity",
