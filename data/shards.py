@@ -214,13 +214,12 @@ def _objects(
     url: str, suffixes: tuple[str, ...], usual: str, cache: BlockCache, are_folders: bool
 ) -> list[ObjectFile] | None:
     """As :func:`find_shards`: one object, several by braces, or those directly below a prefix; one listing of each."""
-    url = url.rstrip("/")
-    if not _has_suffix(url, suffixes):
+    if (url.endswith("/") and not are_folders) or not _has_suffix(url.rstrip("/"), suffixes):
         folder = ObjectFolder(url, cache, whole=are_folders)
         return folder.files(suffixes, usual, are_folders=are_folders) or None
     folders: dict[str, ObjectFolder] = {}
     found = []
-    for each in _unbraced(url):
+    for each in _unbraced(url.rstrip("/")):
         prefix, _, name = each.rpartition("/")
         if prefix not in folders:
             folders[prefix] = ObjectFolder(prefix, cache, whole=False)

@@ -30,7 +30,7 @@ class ArrowFormat(TableFiles):
 
     @classmethod
     def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
-        """See :meth:`TableFormat.find`."""
+        """See :meth:`TableFiles.find`."""
         path = Path(source, _DICTIONARY)
         if path.is_file():
             content = read_json(path)

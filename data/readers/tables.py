@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import cached_property
 from glob import escape
@@ -61,14 +61,6 @@ class TableFormat(ShardFormat):
         super().__init__(options)
         self._shards: list[Path] = []
         self._first: dict[str, str] | None = None
-
-    @classmethod
-    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
-        """See :meth:`ShardFormat.find`; of a folder, all have to be the parts of one split."""
-        shards = super().find(source, given, cache)
-        if shards and not source.rstrip("/").lower().endswith(cls.suffixes) and (cache or Path(source).is_dir()):
-            _check_parts(source, [shard.name for shard in shards])
-        return shards
 
     @abstractmethod
     def open_table(self, shard: Path) -> AbstractContextManager[Table]:
@@ -126,6 +118,15 @@ class TableFiles(TableFormat):
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         self._stamps: dict[Path, bytes] = {}
+
+    @classmethod
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
+        """See :meth:`ShardFormat.find`; of a folder, all have to be the parts of one split."""
+        shards = super().find(source, given, cache)
+        is_prefix = source.endswith("/") or not source.lower().endswith(cls.suffixes)
+        if shards and (is_prefix if cache is not None else Path(source).is_dir()):
+            _check_parts(source, [shard.name for shard in shards])
+        return shards
 
     def check(self, shards: Sequence[Path]) -> None:
         """Note what the shards are now, so that others that take their places are not read for them."""
