@@ -33,6 +33,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 1_000_000
 _OPEN_FILES = 256  # of a process
+NO_LABEL = "it has no label"  # how the fault of a row without one begins
 _LISTS = ("", ".txt", ".list", ".lst")
 
 T = TypeVar("T")

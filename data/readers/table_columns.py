@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.dataset import PackedStringColumn
-from plsc.data.shards import Scanned, text_labels
+from plsc.data.shards import NO_LABEL, Scanned, text_labels
 from plsc.errors import UsageError
 from plsc.regular_files import LARGEST_PICTURE
 
@@ -207,7 +207,7 @@ class Rows:
             names = f", and {most:,} classes have names" if wrong >= 0 else ""
             self._fault(row, f"its label is {wrong}{names}")
         for row in np.flatnonzero((by_row < 0).all(1)).tolist():
-            self._fault(row, "it has no label")
+            self._fault(row, NO_LABEL)
         return labels, texts
 
     def _by_row(self, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ import ast
 import os
 import pickle
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,27 @@ def test_tables_are_those_of_the_disk(
         open_dataset("s3://bucket/half/")
     with pytest.raises(DataError, match=r"s3://bucket/half/train-00001\S* cannot be read as \w+: .*; use another copy"):
         open_dataset(f"s3://bucket/half/train-00001-of-00002.{suffix}")
+
+
+@pytest.mark.parametrize("kept_from", [1, 2**28])
+def test_a_list_of_the_disk_labels_tars_of_a_store(
+    stores: Stores, local: Path, tmp_path: Path, kept_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", kept_from)
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(local / "faces", ".")
+    stores.put("t/x.tar", (tmp_path / "x.tar").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{path.relative_to(local / 'faces')}\tperson {path.parent.name}\n" for path in local.rglob("*.png")]
+    Path("labels.tsv").write_text("".join(lines), encoding="utf-8")
+    for source in ("s3://bucket/t/x.tar?list=labels.tsv", f"s3://bucket/t/?list={tmp_path}/labels.tsv"):
+        data = open_dataset(source, image_size=None)
+        expected = [(key, f"person {name}", image) for key, name, image in contents(open_dataset(local / "faces"))]
+        assert sorted(contents(data)) == sorted(expected)
+    before = data.stamps(0, 12)
+    Path("labels.tsv").write_text("".join(lines[:6]), encoding="utf-8")
+    fewer = open_dataset(source)
+    assert (len(fewer), fewer.stamps(0, 6) == before) == (6, False)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -258,6 +258,21 @@ def test_several_files_are_one_set_and_fit_together(tmp_path: Path) -> None:
         open_dataset(tmp_path)
 
 
+def test_a_name_in_two_files_is_told_apart(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"{number}.parquet", table(id=[3 * number + row for row in (0, 1, 2, 3, 3, 4)]))
+    data = open_dataset(tmp_path)
+    found = ["0", "1", "2", "3", "0.parquet/4/3", "4", "1.parquet/3", "1.parquet/4", "5", "6", "1.parquet/4/6", "7"]
+    assert [data.key(row) for row in range(12)] == found
+
+
+def test_a_wrong_column_of_a_large_set_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", 1)
+    path = write(tmp_path / "x.parquet", table())
+    with pytest.raises(UsageError, match=r"has no column 'nope' for \?label=, but image \(binary\), label"):
+        open_dataset(f"{path}?label=nope")
+
+
 def test_unpacked_pictures_are_used_again_and_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "x.parquet", table())
     with caplog.at_level(logging.WARNING, logger="plsc.data"):
