@@ -9,6 +9,7 @@ A scan that is interrupted goes on where it was: each shard's result is a file u
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -302,8 +303,7 @@ def _from_arrays(arrays: dict[str, NDArray[Any]]) -> Scanned:
 
 def packed(texts: Sequence[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The joined UTF-8 bytes of texts, and the ends (n + 1,) that :class:`PackedStringColumn` takes."""
-    encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
-    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    return (texts if isinstance(texts, PackedStringColumn) else PackedStringColumn.of(texts)).parts()
 
 
 def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
@@ -333,9 +333,11 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
         if numbers is not None:
             numbers[own] = np.arange(len(scan.places)) if scan.keys is None else scan.keys
         for name, column in _texts_of(scan, shape.columns).items():
-            texts[name].append(column)
+            data, ends = packed(column)
+            texts[name].append(data, ends)
             if name == "keys" and len(hashes):
-                hashes[own] = [hash(key) for key in column]
+                content = data.tobytes()
+                hashes[own] = [hash(content[first:last]) for first, last in itertools.pairwise(ends.tolist())]
     if len(again := _repeated(hashes)):
         repeated = new("repeated", (rows,), np.bool_)
         repeated[:] = False
@@ -344,7 +346,7 @@ def _join(scans: Sequence[Scanned], new: _New) -> dict[str, Any]:
     if classes.names is None:
         new("class_numbers", classes.numbers.shape, np.int64)[:] = classes.numbers
     else:
-        _TextColumn("names", new, len(classes.names), _size(classes.names)).append(classes.names)
+        _TextColumn("names", new, len(classes.names), _size(classes.names)).append(*packed(classes.names))
         text_names.append("names")
     return {
         "texts": text_names,
@@ -381,7 +383,7 @@ def _texts_of(scan: Scanned, columns: Sequence[str]) -> dict[str, Sequence[str]]
 
 
 def _size(column: Sequence[str]) -> int:
-    return sum(len(text.encode("utf-8", "surrogateescape")) for text in column)
+    return len(packed(column)[0])
 
 
 class _Shape:
@@ -414,13 +416,12 @@ class _TextColumn:
         self._data, self._ends = new(name, (size,), np.uint8), new(f"{name}_ends", (rows + 1,), np.int64)
         self._ends[0] = self._row = 0
 
-    def append(self, column: Sequence[str]) -> None:
-        """Write ``column`` behind what is there."""
-        data, ends = packed(column)
+    def append(self, data: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        """Write texts behind what is there, as :func:`packed` gives them."""
         first = int(self._ends[self._row])
         self._data[first : first + len(data)] = data
         self._ends[self._row + 1 : self._row + len(ends)] = ends[1:] + first
-        self._row += len(column)
+        self._row += len(ends) - 1
 
 
 def _present(labels: NDArray[np.int64]) -> NDArray[np.int64]:
