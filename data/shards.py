@@ -217,7 +217,9 @@ def _objects(
     """As :func:`find_shards`: one object, several by braces, or those directly below a prefix; one listing of each."""
     if (url.endswith("/") and not are_folders) or not _has_suffix(url.rstrip("/"), suffixes):
         folder = ObjectFolder(url, cache, whole=are_folders)
-        return folder.files(suffixes, usual, are_folders=are_folders) or None
+        found = folder.files(suffixes, usual, are_folders=are_folders)
+        folder.objects = {} if are_folders else folder.objects  # what is in a table is not for other processes
+        return found or None
     folders: dict[str, ObjectFolder] = {}
     found = []
     for each in _unbraced(url.rstrip("/")):
