@@ -67,6 +67,11 @@ class PackedStringColumn(StringColumn):
         offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets, "surrogateescape")
 
+    def parts(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """The bytes of these strings alone, and the offsets (N + 1,) in them."""
+        first, last = int(self._offsets[0]), int(self._offsets[-1])
+        return self._data[first:last], self._offsets - first
+
     def __len__(self) -> int:
         return len(self._offsets) - 1
 

@@ -102,6 +102,12 @@ class PictureFiles:
         folders = counted(self.passed_over.total(), "hidden or system folder")
         return f"{folders} left out: {names}{', …' if len(listed) > _LISTED_KINDS else ''}"
 
+    def without(self, problem: str, mend: str) -> str:
+        """An error's text: what the folder lacks, what it holds instead, and which pictures are looked for."""
+        others = f", and holds {kinds_text(self.left_out)}" if self.left_out else ""
+        folders = f", and {self.passed_over_text()}" if self.passed_over else ""
+        return f"{self.folder} {problem}{others}{folders}; {mend} ({', '.join(readable_suffixes())})"
+
     def _is_passed_over(self, entry: "os.DirEntry[str]") -> bool:
         is_hidden = entry.name.startswith(".")
         if not is_hidden and entry.name.casefold() not in SYSTEM_FOLDERS:
@@ -165,7 +171,8 @@ class FolderDataset(FileDataset):
         files = PictureFiles(folder)
         found, empty = files.by_identity()
         if not found:
-            raise UsageError(_no_image_error(files))
+            problem = "has images but no sub-folder with any" if files.loose else "has no image in any sub-folder"
+            raise UsageError(files.without(problem, "give each identity a folder of its own"))
         files.report()
         labels = np.repeat(np.arange(len(found), dtype=np.int64), [len(images) for images in found.values()])
         super().__init__(folder, chain(*found.values()), labels, PackedStringColumn.of(found), image_size)
@@ -197,14 +204,6 @@ class ListDataset(FileDataset):
         labels, classes = map_names(names)
         super().__init__(path.parent, paths, labels, classes, image_size)
         self.source = str(path)
-
-
-def _no_image_error(files: PictureFiles) -> str:
-    problem = "has images but no sub-folder with any" if files.loose else "has no image in any sub-folder"
-    others = f", and holds {kinds_text(files.left_out)}" if files.left_out else ""
-    folders = f", and {files.passed_over_text()}" if files.passed_over else ""
-    suffixes = ", ".join(readable_suffixes())
-    return f"{files.folder} {problem}{others}{folders}; give each identity a folder of its own ({suffixes})"
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:

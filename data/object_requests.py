@@ -95,10 +95,11 @@ def _told(request: Callable[[], T]) -> T:
     except PreconditionError:
         raise RequestError("changed", "") from None
     except (BaseError, ValueError, OSError) as error:
-        raise RequestError("failed", _reason(str(error))) from None
+        raise RequestError("failed", reason(str(error))) from None
 
 
-def _reason(text: str) -> str:
+def reason(text: str) -> str:
+    """What a library's text about a failed request says to a person, in a line and without any secret."""
     found = [mend for sign, mend in _MENDS.items() if sign in text][:1]
     found += [match[1].strip() for pattern in _TEXTS if (match := re.search(pattern, text))]
     first = _URL.sub("its address", text.partition("\n")[0].partition("Debug source")[0]).strip()

@@ -5,12 +5,13 @@ region from the environment. ``?cache=FOLDER&cache_gb=N`` at a source's end says
 """
 
 import hashlib
+import io
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from plsc.data import object_requests
 from plsc.data.block_cache import BLOCK, BlockCache
@@ -72,9 +73,12 @@ class ObjectFolder:
             if key.startswith(self.prefix) and key != self.prefix
         }
 
-    def files(self, suffixes: tuple[str, ...], usual: str = "") -> "list[ObjectFile]":
+    def files(self, suffixes: tuple[str, ...], usual: str = "", *, are_folders: bool = False) -> "list[ObjectFile]":
         """The shards directly below, in order of name; as of a folder of the disk, but for the ``usual`` one."""
-        names = sorted(name for name in self.objects if "/" not in name and name.lower().endswith(suffixes))
+        parts = {name.partition("/")[:2] for name in self.objects}
+        names = sorted(
+            name for name, slash in parts if (slash != "") == are_folders and name.lower().endswith(suffixes)
+        )
         return [ObjectFile(self, name) for name in ([usual] if usual in names else names)]
 
     def read(self, name: str, state: State, start: int, stop: int) -> bytes:
@@ -145,6 +149,34 @@ def open_ranges(path: Path) -> Ranges:
     return path
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a shard for those who read a file: one of the disk, or an object through the cache."""
+    return io.BufferedReader(_RangesIO(path)) if isinstance(path, ObjectFile) else open_regular(path)
+
+
+class _RangesIO(io.RawIOBase):
+    """What :class:`Ranges` hold as a file."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges, self._at = ranges, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._ranges.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        content = self._ranges.read(self._at, len(buffer))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
 def number_of(text: str) -> int:
     """A hash of 56 bits."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:7], "little")
@@ -196,6 +228,10 @@ class ObjectFile(RemoteShard):
     def with_suffix(self, suffix: str) -> "ObjectFile":
         """As of a Path."""
         return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
+
+    def below(self, name: str) -> ObjectFolder:
+        """The objects directly below a folder in it, where it is a folder itself."""
+        return ObjectFolder(f"{self}/{name}", self._folder.cache, whole=False)
 
     @property
     def state(self) -> State | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from plsc.data.dataset import EncodedDataset, PackedStringColumn
 from plsc.data.shard_index import open_index, shard_stamps
-from plsc.data.shards import ShardFormat
+from plsc.data.shards import NO_LABEL, ShardFormat
 from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import ImageSize
 from plsc.progress import warn
@@ -90,16 +90,17 @@ class ShardedDataset(EncodedDataset):
     def key(self, index: int) -> str:
         """Return the image's name where the format has one, else :meth:`record_key`."""
         if self.index.names is not None:
-            return self.index.names[index]
+            return self.record_key(index)
         shard = self._shard(index)
         found = self.format.names(self.shards[shard], self.index.numbers_of(shard, index, index + 1))
         return self.record_key(index) if found is None else found[0]
 
     def record_key(self, index: int) -> str:
-        """Return the key in the index, after the shard's name where there are several and keys are numbers."""
-        if self.index.names is not None:
-            return self.index.names[index]
+        """Return the key in the index; of several shards after its shard's name, if it is a number or was before."""
         shard = self._shard(index)
+        if self.index.names is not None:
+            is_repeated = self.index.repeated is not None and self.index.repeated[index]
+            return self._of_shard(shard, self.index.names[index]) if is_repeated else self.index.names[index]
         return self._of_shard(shard, str(self.index.numbers_of(shard, index, index + 1)[0]))
 
     def sample_ids(self, start: int, stop: int) -> list[str]:
@@ -199,6 +200,9 @@ class ShardedDataset(EncodedDataset):
             raise DataError(f"{self.source} holds no image {noun}; use another copy")
         if len(damaged) == total or (most is not None and len(damaged) > most):
             key, why = damaged[0]
+            label = self.format.given.get("label")
+            if label and len(damaged) == total and all(each.startswith(NO_LABEL) for _, each in damaged):
+                raise UsageError(f"no {noun} of {self.source} has a label by ?label={label}; the first, {key}: {why}")
             raise DataError(
                 f"{len(damaged):,} of the {total:,} {noun}s of {self.source} are damaged, the first with key "
                 f"{key} ({why}); use another copy{', or another ?label=' if 'label' in self.format.given else ''}"

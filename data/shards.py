@@ -33,6 +33,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 1_000_000
 _OPEN_FILES = 256  # of a process
+NO_LABEL = "it has no label"  # how the fault of a row without one begins
 _LISTS = ("", ".txt", ".list", ".lst")
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class ShardFormat(ABC):
         suffixes: of its files' names, in lower case.
         usual: the name of a folder's one shard beside which others are another set; "": all are one set.
         are_folders: a shard is a folder with such a name, and no file.
-        reads_objects: it reads shards by :func:`plsc.data.objects.open_ranges`, so that they may be objects of a store.
+        scans_objects: :meth:`scan` reads objects of a store itself; for others they are fetched as wholes.
         noun: what a row is called in messages.
         options: what ``?NAME=VALUE`` may say, by name, with a text for the error that lists them.
     """
@@ -86,7 +87,7 @@ class ShardFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     usual: ClassVar[str] = ""
     are_folders: ClassVar[bool] = False
-    reads_objects: ClassVar[bool] = False
+    scans_objects: ClassVar[bool] = False
     noun: ClassVar[str] = "record"
     options: ClassVar[Mapping[str, str]] = {}
 
@@ -102,8 +103,6 @@ class ShardFormat(ABC):
     @classmethod
     def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
         """The shards that ``source`` names, which was ``given`` these options; as :func:`find_shards`."""
-        if cache is not None and not cls.reads_objects and _has_suffix(source, cls.suffixes):
-            raise UsageError(f"{source}: {cls.suffixes[0]} is not read from an object store; copy it to a disk first")
         return find_shards(source, cls.suffixes, cls.usual, cache, are_folders=cls.are_folders)
 
     @abstractmethod
@@ -187,7 +186,7 @@ def find_shards(
         UsageError: a pattern, or a list of names, finds none or too many.
     """
     if cache is not None and is_object(source):
-        return cast("list[Path] | None", _objects(source, suffixes, usual, cache))
+        return cast("list[Path] | None", _objects(source, suffixes, usual, cache, are_folders))
     path = Path(source)
     if path.is_dir() and not (are_folders and _has_suffix(path.name, suffixes)):
         with os.scandir(path) as entries:
@@ -212,13 +211,18 @@ def find_shards(
     return found
 
 
-def _objects(url: str, suffixes: tuple[str, ...], usual: str, cache: BlockCache) -> list[ObjectFile] | None:
+def _objects(
+    url: str, suffixes: tuple[str, ...], usual: str, cache: BlockCache, are_folders: bool
+) -> list[ObjectFile] | None:
     """As :func:`find_shards`: one object, several by braces, or those directly below a prefix; one listing of each."""
-    if not _has_suffix(url, suffixes):
-        return ObjectFolder(url, cache, whole=False).files(suffixes, usual) or None
+    if (url.endswith("/") and not are_folders) or not _has_suffix(url.rstrip("/"), suffixes):
+        folder = ObjectFolder(url, cache, whole=are_folders)
+        found = folder.files(suffixes, usual, are_folders=are_folders)
+        folder.objects = {} if are_folders else folder.objects  # what is in a table is not for other processes
+        return found or None
     folders: dict[str, ObjectFolder] = {}
     found = []
-    for each in _unbraced(url):
+    for each in _unbraced(url.rstrip("/")):
         prefix, _, name = each.rpartition("/")
         if prefix not in folders:
             folders[prefix] = ObjectFolder(prefix, cache, whole=False)

@@ -4,7 +4,7 @@ A reader is found by the word before the colon of a specification (``avatars:200
 what a path names. Those of files give a :class:`ShardReader` a :class:`plsc.data.shards.ShardFormat`, a file each here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -66,15 +66,8 @@ class ShardReader:
         shards = self.shard_format.find(name, given, cache)
         if shards is None:
             return None
-        return self.open_shards(
-            source or path, shards, given, image_size, max_bad_records=max_bad_records, label_columns=label_columns
-        )
-
-    def open_shards(
-        self, source: str, shards: Sequence[Path], given: dict[str, str], image_size: ImageSize | None, **options: Any
-    ) -> ShardedDataset:
-        """Open shards; ``given`` are what the source says of their format."""
-        return ShardedDataset(source, shards, self.shard_format(given), image_size, **options)
+        options: dict[str, Any] = {"max_bad_records": max_bad_records, "label_columns": label_columns}
+        return ShardedDataset(source or path, shards, self.shard_format(given), image_size, **options)
 
 
 class ObjectReader:
@@ -92,13 +85,14 @@ class ObjectReader:
         options: dict[str, Any] = {"max_bad_records": max_bad_records, "label_columns": label_columns}
         url, given = split_options(source)
         for reader in SHARDS.values():
-            if url.lower().endswith(reader.shard_format.suffixes):
+            if url.rstrip("/").lower().endswith(reader.shard_format.suffixes):
                 return cast("ImageDataset", reader.find(source, image_size, **options))
         folder = ObjectFolder(url, take_cache(given), whole=True)
         for reader in SHARDS.values():
             kind = reader.shard_format
-            if kind.reads_objects and (shards := folder.files(kind.suffixes, kind.usual)):
-                return reader.open_shards(source, cast("list[Path]", shards), given, image_size, **options)
+            has_some = folder.files(kind.suffixes, are_folders=kind.are_folders)
+            if has_some and (found := reader.find(source, image_size, **options)) is not None:
+                return found
         prefix = PicturePrefix(folder)
         if not prefix.pictures:
             raise UsageError(f"there is no picture and no shard below {folder.url}; images come from {FORMS}")

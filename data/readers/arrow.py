@@ -2,14 +2,19 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from plsc.data.block_cache import BlockCache
-from plsc.data.readers.tables import Table, TableFormat
+from plsc.data.objects import ObjectFile, open_file
+from plsc.data.readers.tables import Table, TableFiles, TableFormat
 from plsc.errors import PlscError, UsageError, first_line
 from plsc.files import pinned, read_json
 from plsc.regular_files import open_regular
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _DICTIONARY = "dataset_dict.json"
 _FILE_FORMAT = b"ARROW1"
@@ -17,7 +22,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SPLIT = re.compile(r"\w+(\.\w+)*")
 
 
-class ArrowFormat(TableFormat):
+class ArrowFormat(TableFiles):
     """Images of ``X.arrow``, of the stream or the file format, and of folders that ``save_to_disk`` has written."""
 
     suffixes = (".arrow",)
@@ -25,7 +30,7 @@ class ArrowFormat(TableFormat):
 
     @classmethod
     def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
-        """See :meth:`TableFormat.find`."""
+        """See :meth:`TableFiles.find`."""
         path = Path(source, _DICTIONARY)
         if path.is_file():
             content = read_json(path)
@@ -37,18 +42,31 @@ class ArrowFormat(TableFormat):
     @contextmanager
     def open_table(self, shard: Path) -> Iterator[Table]:
         """See :meth:`TableFormat.open_table`."""
-        import pyarrow as pa
+        with open_file(shard) as file:
+            schema, _ = _opened(file)
+            yield Table(schema, lambda _: _batches(shard))
 
-        with open_regular(shard) as file:
-            memory = pa.memory_map(str(pinned(file))).read_buffer()
-        source = pa.BufferReader(memory)
-        if memory[: len(_FILE_FORMAT)].to_pybytes() == _FILE_FORMAT:
-            stored = pa.ipc.open_file(source)
-            batches = (stored.get_batch(number) for number in range(stored.num_record_batches))
-            yield Table(stored.schema, lambda _: batches, memory)
-        else:
-            stream = pa.ipc.open_stream(source)
-            yield Table(stream.schema, lambda _: iter(stream), memory)
+
+def _opened(source: Any) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
+    import pyarrow as pa
+
+    is_file = source.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+    source.seek(0)
+    if not is_file:
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    stored = pa.ipc.open_file(source)
+    return stored.schema, (stored.get_batch(number) for number in range(stored.num_record_batches))
+
+
+def _batches(shard: Path) -> "Iterator[tuple[pa.RecordBatch, pa.Buffer]]":
+    """The batches of a shard and the mapped file that they lie in: of an object, a copy for the time being."""
+    import pyarrow as pa
+
+    with shard.fetched(()) if isinstance(shard, ObjectFile) else nullcontext(shard) as path, open_regular(path) as file:
+        memory = pa.memory_map(str(pinned(file))).read_buffer()
+        for batch in _opened(pa.BufferReader(memory))[1]:
+            yield batch, memory
 
 
 class HubFormat(ArrowFormat):

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.data.readers.tables import Table, TableFormat
+from plsc.data.objects import open_file, open_ranges
+from plsc.data.readers.tables import Table, TableFiles
 from plsc.errors import DataError
 from plsc.progress import counted, log_once
-from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -19,18 +19,18 @@ _MOST_ROWS = 1024
 _BUFFER = 2**20  # bytes: a row group's columns are streamed, not read whole
 
 
-class ParquetFormat(TableFormat):
+class ParquetFormat(TableFiles):
     """Images of ``X.parquet``. Pictures are unpacked once: a row group would have to be read for each otherwise."""
 
     suffixes = (".parquet",)
     kind = "Parquet"
 
     def check(self, shards: Sequence[Path]) -> None:
-        """See :meth:`TableFormat.check`; says how much disk is going to be taken."""
+        """See :meth:`TableFiles.check`; says how much disk is going to be taken."""
         super().check(shards)
         missing = [shard for shard in shards if shard.is_file() and not self.unpacked_path(shard).exists()]
         if missing:
-            folder, total = self.unpacked_path(missing[0]).parent, sum(shard.stat().st_size for shard in missing)
+            folder, total = self.unpacked_path(missing[0]).parent, sum(open_ranges(shard).size for shard in missing)
             log_once(
                 "plsc.data",
                 f"the pictures of {counted(len(missing), 'Parquet file')} are unpacked into {folder}, once; "
@@ -42,17 +42,18 @@ class ParquetFormat(TableFormat):
         """See :meth:`TableFormat.open_table`."""
         from pyarrow import parquet
 
-        with open_regular(shard) as file:
+        with open_file(shard) as file:
             opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER)
-            rows, size = opened.metadata.num_rows, shard.stat().st_size
+            rows, size = opened.metadata.num_rows, open_ranges(shard).size
             if rows > size:
                 raise DataError(f"{shard} claims {rows:,} rows, which its {size:,} bytes cannot hold; use another copy")
-            yield Table(opened.schema_arrow, partial(_batches, opened), None)
+            yield Table(opened.schema_arrow, partial(_batches, opened))
 
 
-def _batches(opened: Any, columns: list[str]) -> "Iterator[pa.RecordBatch]":
+def _batches(opened: Any, columns: list[str]) -> "Iterator[tuple[pa.RecordBatch, None]]":
     """Read columns in batches of some 16 MB, as far as the file tells the truth about its sizes."""
     groups = (opened.metadata.row_group(number) for number in range(opened.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
     rows = min(max(int(_AT_ONCE / max(largest, 1)), 1), _MOST_ROWS)
-    yield from opened.iter_batches(rows, columns=columns, use_threads=False)
+    for batch in opened.iter_batches(rows, columns=columns, use_threads=False):
+        yield batch, None

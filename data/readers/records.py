@@ -43,7 +43,6 @@ class RecordFormat(ShardFormat):
 
     suffixes = (".rec",)
     usual = "train.rec"  # beside which val.rec lies
-    reads_objects = True
 
     def scan(self, shard: Path) -> Scanned:
         """See :meth:`ShardFormat.scan`."""

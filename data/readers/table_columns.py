@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.shards import Scanned, text_labels
+from plsc.data.dataset import PackedStringColumn
+from plsc.data.shards import NO_LABEL, Scanned, text_labels
 from plsc.errors import UsageError
 from plsc.regular_files import LARGEST_PICTURE
 
@@ -61,16 +62,26 @@ class Columns:
         """The columns that are read."""
         return list(self.uses)
 
+    def pictures(self, batch: "pa.RecordBatch") -> "tuple[pa.Array, pa.Array | None]":
+        """The pictures of a batch, of type binary or large_binary, and their own paths.
+
+        Raises:
+            ValueError: offsets or indices in it lead out of it.
+        """
+        column, paths = _checked(batch.column(self.image)), None
+        if hasattr(column, "flatten") and column.type.num_fields:
+            index = column.type.get_field_index("path")
+            paths = column.flatten()[index] if index >= 0 else None
+            column = _checked(column.flatten()[column.type.get_field_index("bytes")])
+        return column, paths
+
     def _image(self) -> str:
         name = self._given.get("image")
         if name:
             self._check("image", name, _is_picture, "binary values, or struct<bytes, path>")
             return name
-        fitting = [
-            name
-            for name, kind in self._types.items()
-            if _is_picture(kind) and (name in _IMAGES or self._has_field(name, "bytes"))
-        ]
+        pictures = [name for name, kind in self._types.items() if _is_picture(kind)]
+        fitting = [name for name in pictures if name in _IMAGES or self._has_field(name, "bytes")] or pictures
         if len(fitting) != 1:
             problem = "several columns that can be pictures" if fitting else "no column that is known for pictures"
             raise UsageError(f"{self._shard} has {problem}; name it by ?image=: {self._listed()}")
@@ -82,7 +93,7 @@ class Columns:
             name = next((name for name in usual if name in self._types and name not in taken), "")
         if not name:
             return None
-        texts = "texts, whole numbers, or lists of whole numbers" if option == "label" else "texts or numbers"
+        texts = "texts, whole numbers, or lists of these" if option == "label" else "texts or numbers"
         self._check(option, name, fits, texts)
         return name
 
@@ -107,138 +118,143 @@ class Columns:
 
 
 class Rows:
-    """The rows of one shard, gathered batch by batch."""
+    """The rows of one shard, gathered batch by batch as Arrow's arrays: a table may have tens of millions."""
 
     def __init__(self, columns: Columns, shard: Path) -> None:
         self._columns, self._name = columns, shard.name
-        self._places: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
-        self._labels: list[Any] = []  # texts, or arrays (n,) or (n, k) for each batch
-        self._keys: list[str | None] = []
-        self._texts: dict[str, list[str | None]] = {name: [] for name in columns.texts}
+        self._places: list[NDArray[np.int64]] = []
+        self._keys: list[pa.Array] = []
+        self._labels: list[Any] = []  # texts, or integers (n,): of lists, all their values
+        self._lengths: list[NDArray[np.int64]] = []  # of lists
+        self._texts: dict[str, list[pa.Array]] = {name: [] for name in columns.texts}
         self._faults: dict[int, str] = {}
         self._count = 0
 
-    def add(self, batch: "pa.RecordBatch") -> "pa.Array":
-        """Take the values of a batch, and return its pictures, of type binary or large_binary.
+    def add(
+        self,
+        batch: "pa.RecordBatch",
+        places: NDArray[np.int64],
+        faults: Mapping[int, str],
+        paths: "pa.Array | None" = None,
+    ) -> None:
+        """Take the values of a batch, whose n pictures lie at ``places`` (n, P) and have ``paths`` of their own.
+
+        ``faults`` are those of its pictures, by their numbers in it.
 
         Raises:
             ValueError: offsets or indices in it lead out of it.
         """
-        column, paths = _checked(batch.column(self._columns.image)), None
+        self._faults |= {self._count + row: why for row, why in faults.items()}
         if self._columns.key is not None:
-            self._keys += _texts(batch.column(self._columns.key))
-        if hasattr(column, "flatten") and column.type.num_fields:
-            index = column.type.get_field_index("path")
-            paths = column.flatten()[index] if index >= 0 else None
-            column = _checked(column.flatten()[column.type.get_field_index("bytes")])
-        if self._columns.has_paths:
-            self._keys += [None] * len(batch) if paths is None else _texts(paths)
-        self._note_missing(column, paths)
+            self._keys.append(_texts(batch.column(self._columns.key)))
+        elif self._columns.has_paths and paths is not None:
+            self._keys.append(_texts(paths))
         if self._columns.label is not None:
-            column_of_labels = batch.column(self._columns.label)
-            self._add_labels(_checked(column_of_labels), _label_kind(column_of_labels.type))
+            self._add_labels(batch.column(self._columns.label))
         for name, texts in self._texts.items():
-            texts += _texts(batch.column(name))
-        return column
-
-    def add_places(self, pictures: "pa.Array", offsets: NDArray[np.int64]) -> None:
-        """Take the places of the pictures that :meth:`add` returned."""
-        self._places.append(np.stack([offsets, _sizes(pictures)], 1))
-        self._count += len(pictures)
+            texts.append(_texts(batch.column(name)))
+        self._places.append(places)
+        self._count += len(places)
 
     def scanned(self) -> Scanned:
         """All rows, but for those with a fault."""
-        labels = self._joined_labels()
+        labels, texts = self._joined_labels()
         keys = self._unique_keys()
-        kept = np.array([row for row in range(self._count) if row not in self._faults], np.int64)
+        kept = np.delete(np.arange(self._count), list(self._faults))
         names: Sequence[str] | None = self._columns.class_names
-        if isinstance(labels, list):
-            labels, names = text_labels([labels[row] for row in kept])
-        elif labels is not None:
-            labels = labels[kept]
+        labels = None if labels is None else labels[kept]
+        if labels is not None and texts is not None:
+            present = np.flatnonzero(np.bincount(labels[labels >= 0]))
+            numbers = np.full(len(texts) + 1, -1, np.int64)
+            numbers[present], names = text_labels(_packed(texts.take(present)))
+            labels = numbers[labels]
         return Scanned(
-            np.concatenate(self._places)[kept],
+            np.concatenate(self._places or [np.empty((0, 1), np.int64)])[kept],
             labels,
-            kept if keys is None else [keys[row] for row in kept],
+            kept if keys is None else _packed(keys.take(kept)),
             names,
-            {str(row) if keys is None else keys[row]: why for row, why in sorted(self._faults.items())},
-            {name: [texts[row] or "" for row in kept] for name, texts in self._texts.items()},
+            {str(row) if keys is None else _decoded(keys[row]): self._faults[row] for row in sorted(self._faults)},
+            {name: _packed(_joined(parts).take(kept)) for name, parts in self._texts.items()},
         )
 
     def _fault(self, row: int, why: str) -> None:
         self._faults.setdefault(int(row), why)
 
-    def _note_missing(self, pictures: "pa.Array", paths: "pa.Array | None") -> None:
-        sizes = _sizes(pictures)
-        for row in np.flatnonzero((sizes <= 0) | (sizes > LARGEST_PICTURE)).tolist():
-            why = f"its image has {sizes[row]:,} bytes, where {LARGEST_PICTURE:,} are the most"
-            if sizes[row] <= 0:
-                has_path = paths is not None and paths[row].is_valid
-                why = "it holds a path and no bytes" if has_path else "it holds no image"
-            self._fault(self._count + row, why)
-
-    def _add_labels(self, labels: "pa.Array", kind: str) -> None:
-        import pyarrow as pa
+    def _add_labels(self, labels: "pa.Array") -> None:
         import pyarrow.compute as pc
 
-        if kind == "a text":
-            self._labels.append(_texts(labels))
-        elif kind == "a number":
-            self._labels.append(_numbers(labels))
-        else:
-            lengths = _numbers(pc.list_value_length(labels))
-            lengths[lengths < 0] = 0
-            rows = np.repeat(np.arange(len(lengths)), lengths)
-            order = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            for row in np.flatnonzero(lengths > _MOST_LABELS).tolist():
-                self._fault(self._count + row, f"it has {lengths[row]:,} labels, where {_MOST_LABELS} are the most")
-            fits = order < _MOST_LABELS
-            found = np.full((len(lengths), min(max(lengths, default=1), _MOST_LABELS)), -1, np.int64)
-            found[rows[fits], order[fits]] = _numbers(labels.flatten().cast(pa.int64()))[fits]
-            self._labels.append(found)
+        kind, labels = _label_kind(labels.type), _checked(labels)
+        if "list" in kind:
+            self._lengths.append(np.maximum(_numbers(pc.list_value_length(labels)), 0))
+            labels = labels.flatten()
+        self._labels.append(_texts(labels) if "text" in kind else _numbers(labels))
 
-    def _joined_labels(self) -> Any:
-        """Labels of all rows: texts, (n,) or (n, K); those of rows that have none, or a wrong one, are faults."""
+    def _joined_labels(self) -> "tuple[NDArray[np.int64] | None, pa.Array | None]":
+        """Labels (n,) or (n, K) of all rows, and the texts that they number; rows without, or with wrong ones, fail."""
         if self._columns.label is None:
-            return None
-        if self._labels and isinstance(self._labels[0], list):
-            texts = [text for part in self._labels for text in part]
-            for row in (row for row, text in enumerate(texts) if text is None):
-                self._fault(row, "it has no label")
-            return texts
-        width = max((part.shape[1] for part in self._labels if part.ndim > 1), default=0)
-        labels = np.full((self._count, width) if width else (self._count,), -1, np.int64)
-        first = 0
-        for part in self._labels:
-            labels[first : first + len(part), *([slice(part.shape[1])] if width else [])] = part
-            first += len(part)
+            return None, None
+        texts = None
+        if self._labels and not isinstance(self._labels[0], np.ndarray):
+            labels, texts = _numbered(self._labels)
+        else:
+            labels = np.concatenate([np.empty(0, np.int64), *self._labels])
+        if self._lengths:
+            labels = self._by_row(labels, np.concatenate(self._lengths))
         most = len(self._columns.class_names) if self._columns.class_names is not None else 2**63 - 1
-        by_row = labels.reshape(self._count, -1)
+        by_row = labels.reshape(self._count, -1) if self._count else labels[:, None]
         for row in np.flatnonzero(((by_row < -1) | (by_row >= most)).any(1)).tolist():
             wrong = by_row[row][(by_row[row] < -1) | (by_row[row] >= most)][0]
             names = f", and {most:,} classes have names" if wrong >= 0 else ""
             self._fault(row, f"its label is {wrong}{names}")
         for row in np.flatnonzero((by_row < 0).all(1)).tolist():
-            self._fault(row, "it has no label")
-        return labels
+            self._fault(row, NO_LABEL)
+        return labels, texts
 
-    def _unique_keys(self) -> list[str] | None:
+    def _by_row(self, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ``values`` of lists that follow one another as (n, K), with -1 behind those of a row."""
+        for row in np.flatnonzero(lengths > _MOST_LABELS).tolist():
+            self._fault(row, f"it has {lengths[row]:,} labels, where {_MOST_LABELS} are the most")
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        order = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        fits = order < _MOST_LABELS
+        found = np.full((len(lengths), min(max(int(lengths.max(initial=1)), 1), _MOST_LABELS)), -1, np.int64)
+        found[rows[fits], order[fits]] = values[fits]
+        return found
+
+    def _unique_keys(self) -> "pa.Array | None":
         """A key for each row; a row's number stands for one that is missing, and tells one that is there before."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         if self._columns.key is None and not self._columns.has_paths:
             return None
-        keys, seen = [], set()
-        for row, key in enumerate(self._keys):
-            if key is None:
-                keys.append(f"{self._name}/{row}")
-            elif key not in seen:
-                keys.append(key)
-            elif self._columns.is_key_given:
-                keys.append(key)
+        codes, _ = _numbered(self._keys)
+        is_other = np.diff(np.maximum.accumulate(codes), prepend=-1) == 0  # texts are numbered as they come
+        keys, others = _joined(self._keys), []
+        for row in np.flatnonzero(is_other).tolist():
+            own = f"{self._name}/{row}".encode("utf-8", "surrogateescape")
+            others.append(own if codes[row] < 0 else own + b"/" + keys[row].as_py())
+            if codes[row] >= 0 and self._columns.is_key_given:
                 self._fault(row, "its key is that of a row before it")
-            else:
-                keys.append(f"{self._name}/{row}/{key}")
-            seen.add(keys[-1])
-        return keys
+        return pc.replace_with_mask(keys, pa.array(is_other), pa.array(others, pa.large_binary()))
+
+
+def picture_faults(sizes: NDArray[np.int64], paths: "pa.Array | None" = None) -> dict[int, str]:
+    """Why pictures of ``sizes`` (n,) in bytes are not read, by number; one of 0 or less is not there."""
+    faults = {}
+    for row in np.flatnonzero((sizes <= 0) | (sizes > LARGEST_PICTURE)).tolist():
+        faults[row] = f"its image has {sizes[row]:,} bytes, where {LARGEST_PICTURE:,} are the most"
+        if sizes[row] <= 0:
+            has_path = paths is not None and paths[row].is_valid
+            faults[row] = "it holds a path and no bytes" if has_path else "it holds no image"
+    return faults
+
+
+def picture_sizes(pictures: "pa.Array") -> NDArray[np.int64]:
+    """The bytes of each picture (n,); -1 where there is none."""
+    import pyarrow.compute as pc
+
+    return _numbers(pc.binary_length(pictures))
 
 
 def _checked(array: "pa.Array") -> "pa.Array":
@@ -257,16 +273,43 @@ def _checked(array: "pa.Array") -> "pa.Array":
     return array.cast(pa.large_binary()) if is_view else array
 
 
-def _texts(array: "pa.Array") -> list[str | None]:
+def _texts(array: "pa.Array") -> "pa.Array":
+    """The values of a column as the bytes of texts, of type large_binary."""
     import pyarrow as pa
 
     array = _checked(array)
-    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
-        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in array.to_pylist()]
     if pa.types.is_timestamp(array.type):
         array = array.cast(pa.timestamp(array.type.unit))  # zones need a table that not each machine has
-    found: list[str | None] = array.cast(pa.string()).to_pylist()
-    return found
+    is_text = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
+    return (array if is_text else array.cast(pa.string())).cast(pa.large_binary())
+
+
+def _joined(parts: "list[pa.Array]") -> "pa.Array":
+    import pyarrow as pa
+
+    return pa.chunked_array(parts, pa.large_binary()).combine_chunks()
+
+
+def _numbered(parts: "list[pa.Array]") -> "tuple[NDArray[np.int64], pa.Array]":
+    """Texts as numbers (n,), -1 where there is none, and the text of each number."""
+    encoded = _joined(parts).dictionary_encode()
+    return _numbers(encoded.indices), encoded.dictionary
+
+
+def _packed(texts: "pa.Array") -> PackedStringColumn:
+    """Texts, of which no string is made before it is asked for."""
+    texts = texts.fill_null(b"")
+    _, ends, content = texts.buffers()
+    offsets = (
+        np.frombuffer(ends, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+        if len(texts)
+        else np.zeros(1, np.int64)
+    )
+    return PackedStringColumn(np.frombuffer(content or b"", np.uint8), offsets, "surrogateescape")
+
+
+def _decoded(text: Any) -> str:
+    return str(text.as_py().decode("utf-8", "surrogateescape"))
 
 
 def _numbers(array: "pa.Array") -> NDArray[np.int64]:
@@ -275,12 +318,6 @@ def _numbers(array: "pa.Array") -> NDArray[np.int64]:
 
     found: NDArray[np.int64] = array.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False).copy()
     return found
-
-
-def _sizes(pictures: "pa.Array") -> NDArray[np.int64]:
-    import pyarrow.compute as pc
-
-    return _numbers(pc.binary_length(pictures))
 
 
 def _is_picture(kind: Any) -> bool:
@@ -304,7 +341,8 @@ def _label_kind(kind: Any) -> str:
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return "a text"
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return "a list of numbers" if is_list and types.is_integer(kind.value_type) else ""
+    of = _label_kind(kind.value_type) if is_list else ""
+    return f"a list of {of.removeprefix('a ')}s" if of in ("a number", "a text") else ""
 
 
 def _is_scalar(kind: Any) -> bool:

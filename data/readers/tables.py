@@ -7,10 +7,9 @@ which all pictures of a shard follow one another: a Parquet file has no place fo
 import hashlib
 import os
 import re
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -20,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.block_cache import BlockCache
-from plsc.data.identity import file_stamps
-from plsc.data.readers.table_columns import Columns, Rows
-from plsc.data.shard_index import index_folder
+from plsc.data.objects import Ranges, open_ranges
+from plsc.data.readers.table_columns import Columns, Rows, picture_faults, picture_sizes
+from plsc.data.shard_index import index_folder, shard_stamps
 from plsc.data.shards import Scanned, ShardFormat
 from plsc.errors import DataError, PlscError, UsageError, first_line
 from plsc.files import atomic_write, remove_leftovers, storage_errors
-from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,20 +39,19 @@ class Table(NamedTuple):
     Attributes:
         schema: of its rows.
         batches: reads the named columns, batch by batch.
-        memory: the mapped file, in which buffers may lie; None: they are copies.
     """
 
     schema: "pa.Schema"
-    batches: Callable[[list[str]], "Iterator[pa.RecordBatch]"]
-    memory: "pa.Buffer | None"
+    batches: Callable[[list[str]], Any]
 
 
 class TableFormat(ShardFormat):
-    """Files of Arrow's types. A place is (offset, size): in the shard, or from ~offset on in its unpacked file."""
+    """Tables of Arrow's types."""
 
+    scans_objects = True
     noun = "row"
     kind: ClassVar[str]
-    options = {  # noqa: RUF012 (a ClassVar of the base)
+    options: ClassVar[Mapping[str, str]] = {
         "image": "the column of pictures; default: the only one that can be",
         "label": "the column of labels; default: label, labels, cls, identity or class_id; empty: none",
         "key": "the column of names; default: key, id, __key__, path or the picture's own path; empty: rows' numbers",
@@ -63,63 +60,39 @@ class TableFormat(ShardFormat):
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         self._shards: list[Path] = []
-        self._stamps: dict[Path, bytes] = {}
         self._first: dict[str, str] | None = None
-
-    @classmethod
-    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
-        """See :meth:`ShardFormat.find`; of a folder, all have to be the parts of one split."""
-        shards = super().find(source, given, cache)
-        if shards and Path(source).is_dir():
-            _check_parts(source, [shard.name for shard in shards])
-        return shards
 
     @abstractmethod
     def open_table(self, shard: Path) -> AbstractContextManager[Table]:
         """Open a shard; errors of pyarrow and OSError mean that it cannot be read."""
 
+    @abstractmethod
+    def gather(self, shard: Path, table: Table, columns: Columns, rows: Rows) -> None:
+        """Add each batch of an open shard to ``rows``; errors as of :meth:`open_table`."""
+
     def check(self, shards: Sequence[Path]) -> None:
-        """Note what the shards are now, so that others that take their places are not read for them."""
-        self._shards, self._stamps = list(shards), {shard: _stamp(shard) for shard in shards}
+        """See :meth:`ShardFormat.check`."""
+        self._shards = list(shards)
 
     def scan(self, shard: Path) -> Scanned:
         """See :meth:`ShardFormat.scan`."""
         import pyarrow as pa
 
         try:
-            with self.open_table(shard) as table, _Unpacked(self, shard) as unpacked:
+            with self.open_table(shard) as table:
                 columns = Columns(table.schema, self.given, shard)
                 self._check_columns(shard, columns)
                 rows = Rows(columns, shard)
-                for batch in table.batches(columns.wanted):
-                    pictures = rows.add(batch)
-                    rows.add_places(pictures, _offsets(pictures, table.memory, unpacked))
+                self.gather(shard, table, columns, rows)
+                return rows.scanned()
         except PlscError:
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"{shard} cannot be read as {self.kind}: {first_line(error)}; use another copy") from None
-        return rows.scanned()
+            raise self.unreadable(shard, error) from None
 
-    def read(self, shard: Path, row: int, place: NDArray[np.int64]) -> bytes:
-        """See :meth:`ShardFormat.read`."""
-        offset, size = place.tolist()
-        try:
-            files = self.opened(shard, lambda path: _Files(self, path))
-            return files.own.read(offset, size) if offset >= 0 else files.unpacked.read(~offset, size)
-        except OSError as error:
-            raise ValueError(f"it cannot be read: {error.strerror or error}") from None
-
-    def unpacked_path(self, shard: Path) -> Path:
-        """The file of a shard's unpacked pictures, whether it exists or not: another one once the shard has changed."""
-        root = index_folder(shard)
-        of = hashlib.sha256(repr((os.path.relpath(shard.absolute(), root), self.given.get("image"))).encode())
-        state = hashlib.sha256(self._stamps.setdefault(shard, _stamp(shard))).hexdigest()[:16]
-        return root / f"{shard.name}-{of.hexdigest()[:8]}.{state}.images"
-
-    def check_unchanged(self, shard: Path) -> None:
-        """DataError where a shard is no longer the one that was checked."""
-        if self._stamps.setdefault(shard, _stamp(shard)) != _stamp(shard):
-            raise DataError(f"{shard} has changed since its rows were found; begin again")
+    def unreadable(self, shard: Path, error: BaseException) -> DataError:
+        """What is said of a shard that cannot be read at all."""
+        return DataError(f"{shard} cannot be read as {self.kind}: {first_line(error)}; use another copy")
 
     def _check_columns(self, shard: Path, columns: Columns) -> None:
         if self._first is None:
@@ -136,47 +109,90 @@ class TableFormat(ShardFormat):
                 )
 
 
+class TableFiles(TableFormat):
+    """Files whose batches come with the mapped file in which their buffers may lie, or None.
+
+    A place is (offset, size): in the shard, or from ~offset on in its unpacked file.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._stamps: dict[Path, bytes] = {}
+
+    @classmethod
+    def find(cls, source: str, given: Mapping[str, str], cache: BlockCache | None = None) -> list[Path] | None:
+        """See :meth:`ShardFormat.find`; of a folder, all have to be the parts of one split."""
+        shards = super().find(source, given, cache)
+        is_prefix = source.endswith("/") or not source.lower().endswith(cls.suffixes)
+        if shards and (is_prefix if cache is not None else Path(source).is_dir()):
+            _check_parts(source, [shard.name for shard in shards])
+        return shards
+
+    def check(self, shards: Sequence[Path]) -> None:
+        """Note what the shards are now, so that others that take their places are not read for them."""
+        super().check(shards)
+        self._stamps = {shard: shard_stamps([shard]) for shard in shards}
+
+    def gather(self, shard: Path, table: Table, columns: Columns, rows: Rows) -> None:
+        """See :meth:`TableFormat.gather`."""
+        with _Unpacked(self, shard) as unpacked, closing(table.batches(columns.wanted)) as batches:
+            for batch, memory in batches:
+                pictures, paths = columns.pictures(batch)
+                sizes = picture_sizes(pictures)
+                places = np.stack([_offsets(pictures, memory, unpacked), sizes], 1)
+                rows.add(batch, places, picture_faults(sizes, paths), paths)
+
+    def read(self, shard: Path, row: int, place: NDArray[np.int64]) -> bytes:
+        """See :meth:`ShardFormat.read`."""
+        offset, size = place.tolist()
+        try:
+            files = self.opened(shard, lambda path: _Files(self, path))
+            content = files.own.read(offset, size) if offset >= 0 else files.unpacked.read(~offset, size)
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error.strerror or error}") from None
+        if len(content) != size:
+            raise ValueError("the file has become shorter")
+        return content
+
+    def unpacked_path(self, shard: Path) -> Path:
+        """The file of a shard's unpacked pictures, whether it exists or not: another one once the shard has changed."""
+        root = index_folder(shard)
+        place = os.path.relpath(shard.absolute(), root) if isinstance(shard, Path) else str(shard)
+        of = hashlib.sha256(repr((place, self.given.get("image"))).encode())
+        state = hashlib.sha256(self._stamps.setdefault(shard, shard_stamps([shard]))).hexdigest()[:16]
+        return root / f"{shard.name}-{of.hexdigest()[:8]}.{state}.images"
+
+    def check_unchanged(self, shard: Path) -> None:
+        """DataError where a shard is no longer the one that was checked."""
+        if self._stamps.setdefault(shard, shard_stamps([shard])) != shard_stamps([shard]):
+            raise DataError(f"{shard} has changed since its rows were found; begin again")
+
+
 class _Files:
     """The files that pictures of a shard are read from, each opened when it is needed."""
 
-    def __init__(self, table_format: TableFormat, shard: Path) -> None:
+    def __init__(self, table_format: TableFiles, shard: Path) -> None:
         self._format, self._shard = table_format, shard
 
     @cached_property
-    def own(self) -> "_Pictures":
+    def own(self) -> Ranges:
         """The shard."""
-        return _Pictures(self._shard)
+        return open_ranges(self._shard)
 
     @cached_property
-    def unpacked(self) -> "_Pictures":
+    def unpacked(self) -> Ranges:
         """Its unpacked pictures, which are unpacked again where somebody made room, and kept the index."""
         path = self._format.unpacked_path(self._shard)
         if not path.exists():
             self._format.check_unchanged(self._shard)
             self._format.scan(self._shard)
-        return _Pictures(path)
-
-
-class _Pictures:
-    """An open file, which is closed once nobody holds this."""
-
-    def __init__(self, path: Path) -> None:
-        file = open_regular(path)
-        weakref.finalize(self, file.close)
-        self._descriptor = file.fileno()
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read a picture; ValueError where the file has become shorter."""
-        content = os.pread(self._descriptor, size, offset)
-        if len(content) != size:
-            raise ValueError("the file has become shorter")
-        return content
+        return open_ranges(path)
 
 
 class _Unpacked:
     """Appends pictures to the unpacked file of a shard; where that exists, tells only where they are in it."""
 
-    def __init__(self, table_format: TableFormat, shard: Path) -> None:
+    def __init__(self, table_format: TableFiles, shard: Path) -> None:
         self._format, self._shard = table_format, shard
         self._stack = ExitStack()
         self._file: BinaryIO | None = None
@@ -196,7 +212,7 @@ class _Unpacked:
     def append(self, content: memoryview) -> int:
         """Return where ``content`` begins."""
         if self._most < 0:
-            self._most = _MOST_UNPACKED * self._shard.stat().st_size
+            self._most = _MOST_UNPACKED * open_ranges(self._shard).size
             self._path = self._format.unpacked_path(self._shard)
             self._begin(self._path)
         start, self._size = self._size, self._size + len(content)
@@ -231,10 +247,6 @@ def _offsets(pictures: "pa.Array", memory: "pa.Buffer | None", unpacked: _Unpack
     else:
         places = ~(starts[:-1] - first + unpacked.append(memoryview(content)[first:last]))
     return places
-
-
-def _stamp(shard: Path) -> bytes:
-    return file_stamps([str(shard)])
 
 
 def _check_parts(folder: str, names: Sequence[str]) -> None:

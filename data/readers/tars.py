@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from plsc.data.objects import open_ranges
 from plsc.data.packed_tars import PACKED_SUFFIXES, packer_of
-from plsc.data.shards import Scanned, ShardFormat, text_labels
+from plsc.data.shards import NO_LABEL, Scanned, ShardFormat, text_labels
 from plsc.errors import DataError, UsageError, first_line
 from plsc.image_files import readable_suffixes
 from plsc.regular_files import LARGEST_PICTURE, open_regular
@@ -46,7 +47,6 @@ class TarFormat(ShardFormat):
     """Pictures of tars. Texts of ``.txt``, and values at the top of ``.json``, become columns."""
 
     suffixes = (".tar", *PACKED_SUFFIXES)
-    reads_objects = True
     noun = "sample"
     options = {  # noqa: RUF012 (ShardFormat's is a ClassVar)
         "label": "a text field, as cls, which is the usual one; json:KEY; or folder, of a tar of a folder per identity",
@@ -67,6 +67,12 @@ class TarFormat(ShardFormat):
         places, keys, labels = [], [], []
         columns: dict[str, list[str]] | None = None
         with _open_tar(shard) as file:
+            if packer_of(file):
+                bare = shard.with_name(shard.name.removesuffix(".tgz").partition(".tar")[0])
+                options = "&".join(f"{name}={value}" for name, value in self.given.items())
+                source = shlex.quote(f"{shard}?{options}") if options else shard
+                why = "is compressed, so that no picture is at a place of its own"
+                raise DataError(f"{shard} {why}: plsc data convert {source} {bare}.rec")
             samples = self._samples(file, shard, damaged)
             is_labelled = bool(self.given.keys() & {"label", "list"}) or any("cls" in each for each in samples.values())
             for key, fields in samples.items():
@@ -145,6 +151,7 @@ class TarFormat(ShardFormat):
 
     def _labels(self, file: io.BufferedReader, key: str, fields: dict[str, _Member], content: Any) -> list[str]:
         """The labels of a sample as texts; ValueError where it has none."""
+        others: list[str] = []
         if "list" in self.given:
             path = Path(self.given["list"])
             labels = self.opened(path, _read_list)
@@ -155,15 +162,18 @@ class TarFormat(ShardFormat):
             found, where = key.rpartition("/")[0].rpartition("/")[2] or None, "folder"
         elif self._label.startswith("json:"):
             where, found = self._label, content
+            others = [*fields, *(f"json:{name}" for name in content)] if isinstance(content, dict) else [*fields]
             for name in self._label.removeprefix("json:").split("."):
                 found = found.get(name) if isinstance(found, dict) else None
         else:
-            where = self._label
-            member = fields.get(self._label.lower().removeprefix("."))
+            where, others = self._label.lower().removeprefix("."), [*fields]
+            member = fields.get(where)
             found = None if member is None else _text(file, member).strip() or None
         every = found if isinstance(found, list) else [found]
         if not 0 < len(every) <= _MOST_LABELS or not all(type(each) in (int, str) and each != "" for each in every):
-            raise ValueError(f"it has no label in {where}, an integer or a text")
+            is_missing = others and where not in others
+            why = f"but {_printed(', '.join(others)[:200])}" if is_missing else "an integer or a text"
+            raise ValueError(f"{NO_LABEL} in {where}, {why}")
         return [_printed(each) for each in every]
 
     def _column_names(self, key: str, texts: dict[str, Any]) -> list[str]:
@@ -194,11 +204,6 @@ def _open_tar(shard: Path) -> Iterator[io.BufferedReader]:
 def _members(file: io.BufferedReader, shard: Path, damaged: dict[str, str]) -> Iterator[_Member]:
     """Yield the members that are plain files, up to where the tar is torn."""
     end = os.fstat(file.fileno()).st_size
-    if packer_of(file):
-        bare = shard.with_name(shard.name.removesuffix(".tgz").partition(".tar")[0])
-        raise DataError(
-            f"{shard} is compressed, so that no picture is at a place of its own: plsc data convert {shard} {bare}.rec"
-        )
     try:
         tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
     except Exception as error:  # tarfile raises nearly every kind on hostile bytes

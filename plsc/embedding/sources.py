@@ -141,8 +141,12 @@ def _open(
     path = Path(source)
     if path.is_file() and path.name.lower().endswith(PICTURE_SUFFIXES):
         return LooseImages(path.parent, [path.name], image_size, may_leave=True)
-    if path.is_dir() and not names_shards(path) and (files := PictureFiles(path)).loose:
-        return _loose_images(files, image_size)
+    if path.is_dir() and not names_shards(path):
+        files = PictureFiles(path)
+        if files.loose:
+            return _loose_images(files, image_size)
+        if not own_labels and not any(files.below(name)[0] for name in files.identities):
+            raise UsageError(files.without("holds no picture", "name a folder of pictures"))
     return open_dataset(source, image_size=image_size, max_bad_records=max_bad_records, own_labels=own_labels)
 
 

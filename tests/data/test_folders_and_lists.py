@@ -15,7 +15,7 @@ from plsc.data import READERS, ImageDataset, open_dataset
 from plsc.data.convert import convert
 from plsc.data.dataset import PackedStringColumn, map_names, map_numbers
 from plsc.data.folder import SYSTEM_FOLDERS
-from plsc.embedding.sources import open_pictures
+from plsc.embedding.sources import open_images, open_pictures
 from plsc.errors import DataError, UsageError
 
 
@@ -102,6 +102,11 @@ def test_the_page_passes_over_the_same_folders() -> None:
 def test_folders_without_images(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no image in any sub-folder"):
         open_dataset(tmp_path)
+    (tmp_path / "ann").mkdir()
+    (tmp_path / "ann/film.mov").write_bytes(b"")
+    told = r"holds no picture, and holds 1 \.mov \(not a picture\); name a folder of pictures \(\.jpg, \.jpeg, "
+    with pytest.raises(UsageError, match=told):
+        open_images(tmp_path, 16)
     put(tmp_path / "loose.png")
     with pytest.raises(UsageError, match="give each identity a folder of its own"):
         open_dataset(tmp_path)

@@ -90,24 +90,26 @@ class TestColumns:
         )
         dataset = opened(f"{table}?image=right&label=person&key=serial")
         assert (stored(dataset), dataset.key(2)) == (IMAGES[::-1], "102")
-        with pytest.raises(UsageError, match=r"several columns of images: left, right; give \?image="):
+        with pytest.raises(UsageError, match=r"several columns that can be pictures; name it by \?image=: left"):
             opened(table)
-        with pytest.raises(UsageError, match="has no column name; its columns are left, right, person, serial"):
-            opened(f"{table}?label=name")
-        with pytest.raises(UsageError, match=r"a.lance has string in the column person, and images are binary"):
+        with pytest.raises(UsageError, match=r"has no column 'name' for \?label=, but left .*, person"):
+            opened(f"{table}?image=left&label=name")
+        with pytest.raises(UsageError, match=r"'person' of .*a\.lance is string, and \?image= takes one of binary"):
             opened(f"{table}?image=person")
-        with pytest.raises(DataError, match=r"a.lance has binary in the column left, and labels are integers or texts"):
+        with pytest.raises(UsageError, match=r"'left' of .*a\.lance is binary, and \?label= takes one of texts"):
             opened(f"{table}?image=right&label=left")
         with pytest.raises(UsageError, match=r"\?label= \(the column of labels.*give data.labels"):
             opened(f"{table}?image=right")
         assert open_dataset(f"{table}?image=right", own_labels=False).labels.tolist() == [-1] * 12
 
     def test_structs_of_bytes_and_path_are_images(self, tmp_path: Path) -> None:
-        structs = pa.array([{"bytes": image, "path": None} for image in IMAGES])
-        assert stored(opened(write(tmp_path / "a.lance", {"image": structs, "label": [0, 1] * 6}))) == IMAGES
+        structs = pa.array([{"bytes": image, "path": f"{number % 9}.png"} for number, image in enumerate(IMAGES)])
+        dataset = opened(write(tmp_path / "a.lance", {"image": structs, "label": [0, 1] * 6}))
+        assert stored(dataset) == IMAGES
+        assert [dataset.key(row) for row in (0, 8, 9)] == ["0.png", "8.png", "a.lance/9/0.png"]
 
     def test_a_table_without_images_is_told(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"no column of encoded images.*pixels \(list<.*label \(int64\)"):
+        with pytest.raises(UsageError, match=r"no column that is known for pictures.*pixels \(list<.*label \(int64\)"):
             opened(write(tmp_path / "a.lance", {"pixels": [[1, 2]], "label": [0]}))
 
     @pytest.mark.parametrize("version", ["2.0", "2.2"])
@@ -197,18 +199,22 @@ class TestSources:
 
 
 class TestFaults:
-    def test_rows_without_a_label_and_of_a_name_again_are_left_out(self, tmp_path: Path) -> None:
+    def test_rows_without_a_label_are_left_out_and_names_are_told_apart(self, tmp_path: Path) -> None:
         names = ["x", "y", "x", *(f"n{number}" for number in range(9))]
-        dataset = opened(faces(tmp_path / "a.lance", [0, None, 0, -3, *range(8)], key=names))
-        assert dataset.skipped == {
-            "y in row 1": "it has no label",
-            "x in row 2": "its name is another row's",
-            "n0 in row 3": "it has no label",
-        }
-        assert stored(dataset) == [IMAGES[0], *IMAGES[4:]]
+        table = faces(tmp_path / "a.lance", [0, None, 0, -3, *range(8)], key=names)
+        dataset = opened(table)
+        assert dataset.skipped == {"y": "it has no label", "n0": "its label is -3"}
+        assert (stored(dataset), dataset.key(1)) == ([IMAGES[0], IMAGES[2], *IMAGES[4:]], "a.lance/2/x")
+        assert opened(f"{table}?key=key").skipped["a.lance/2/x"] == "its key is that of a row before it"
+
+    def test_tables_of_one_set_have_labels_of_one_kind(self, tmp_path: Path) -> None:
+        write(tmp_path / "0.lance", {"image": IMAGES, "label": ["a"] * 12})
+        write(tmp_path / "1.lance", {"image": IMAGES, "label": [0] * 12})
+        with pytest.raises(UsageError, match=r"'label' of .*1\.lance is a label, a number, and that of 0\."):
+            opened(tmp_path)
 
     def test_a_label_past_all_numbers_is_told(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"a\.lance has a label past 9,007,199,254,740,992"):
+        with pytest.raises(DataError, match=r"a\.lance cannot be read as a table in Lance: .* not in range"):
             opened(faces(tmp_path / "a.lance", pa.array([2**63] * 12, pa.uint64())))
 
     def test_a_row_without_an_image_is_told_where_it_is_read(self, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import ast
 import os
 import pickle
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
+
+lance = pytest.importorskip("lance")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 PEOPLE = ("ann", "bob", "cy")
 
@@ -118,6 +124,93 @@ def test_shards_by_braces_and_prefix(local: Path, stores: Stores, tmp_path: Path
     with pytest.raises(DataError, match=r"s3://bucket/r/1\.classes\.json is not readable as JSON"):
         open_dataset("s3://bucket/r/")
     assert not list((tmp_path / "user").rglob(".whole*"))
+
+
+def tables(local: Path, folder: Path, suffix: str, compression: str | None) -> None:
+    """The pictures as two tables, which have blocks of several rows."""
+    faces = open_dataset(local / "faces", image_size=None)
+    rows = [{"image": {"bytes": content, "path": key}, "label": name} for key, name, content in contents(faces)]
+    folder.mkdir()
+    for number in range(2):
+        half = pa.Table.from_pylist(rows[6 * number : 6 * number + 6])
+        path = folder / f"train-{number:05d}-of-00002.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(half, path, row_group_size=4, compression=compression)
+        elif suffix == "arrow":
+            options = pa.ipc.IpcWriteOptions(compression=compression)
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, half.schema, options=options) as writer:
+                writer.write_table(half, max_chunksize=4)
+        else:
+            lance.write_dataset(half, path, max_rows_per_file=4)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compression"), [("parquet", "snappy"), ("parquet", None), ("arrow", None), ("arrow", "lz4")]
+)
+def test_tables_are_those_of_the_disk(
+    local: Path, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, compression: str | None
+) -> None:
+    tables(local, tmp_path / f"t.{suffix}", suffix, compression)
+    upload(stores.put, tmp_path / f"t.{suffix}", f"t.{suffix}/")
+    stores.put(f"t.{suffix}/_SUCCESS", b"")
+    disk = open_dataset(tmp_path / f"t.{suffix}", image_size=None)
+    caplog.clear()
+    braces = f"s3://bucket/t.{suffix}/train-0000{{0..1}}-of-00002.{suffix}"
+    for source in (braces, f"s3://bucket/t.{suffix}/", f"{suffix}:s3://bucket/t.{suffix}/"):
+        data = open_dataset(source, image_size=None)
+        assert contents(data) == contents(disk) == contents(open_dataset(local / "faces", image_size=None))
+        before = len(stores.reads)
+        assert contents(pickle.loads(pickle.dumps(data))) == contents(disk)
+        assert len(stores.reads) == before
+    unpacked = [path.name for path in (tmp_path / "user").rglob("*.images")]
+    assert len(unpacked) == (0 if (suffix, compression) == ("arrow", None) else 2)
+    size = sum(path.stat().st_size for path in (tmp_path / f"t.{suffix}").glob("train*"))
+    told = f"unpacked into {tmp_path}/user/plsc/index, once; they take some {size:,} bytes of disk"
+    assert (told in caplog.text) == (suffix == "parquet")
+    assert not list((tmp_path / "user").rglob(".whole*"))
+    with pytest.raises(UsageError, match=rf"there is no s3://bucket/t\.{suffix}/none\.{suffix}"):
+        open_dataset(f"s3://bucket/t.{suffix}/none.{suffix}")
+    stores.put(f"half/train-00001-of-00002.{suffix}", b"")
+    with pytest.raises(UsageError, match=r"s3://bucket/half/ holds 1 of 2 parts: train-00000-of-00002 is missing"):
+        open_dataset("s3://bucket/half/")
+    with pytest.raises(DataError, match=r"s3://bucket/half/train-00001\S* cannot be read as \w+: .*; use another copy"):
+        open_dataset(f"s3://bucket/half/train-00001-of-00002.{suffix}")
+
+
+@pytest.mark.parametrize("kept_from", [1, 2**28])
+def test_a_list_of_the_disk_labels_tars_of_a_store(
+    stores: Stores, local: Path, tmp_path: Path, kept_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", kept_from)
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(local / "faces", ".")
+    stores.put("t/x.tar", (tmp_path / "x.tar").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{path.relative_to(local / 'faces')}\tperson {path.parent.name}\n" for path in local.rglob("*.png")]
+    Path("labels.tsv").write_text("".join(lines), encoding="utf-8")
+    for source in ("s3://bucket/t/x.tar?list=labels.tsv", f"s3://bucket/t/?list={tmp_path}/labels.tsv"):
+        data = open_dataset(source, image_size=None)
+        expected = [(key, f"person {name}", image) for key, name, image in contents(open_dataset(local / "faces"))]
+        assert sorted(contents(data)) == sorted(expected)
+    before = data.stamps(0, 12)
+    Path("labels.tsv").write_text("".join(lines[:6]), encoding="utf-8")
+    fewer = open_dataset(source)
+    assert (len(fewer), fewer.stamps(0, 6) == before) == (6, False)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_that_changes_is_told_by_name(local: Path, stores: Stores, tmp_path: Path, suffix: str) -> None:
+    tables(local, tmp_path / "t", suffix, None)
+    upload(stores.put, tmp_path / "t", "t/")
+    data, other = open_dataset("s3://bucket/t/", image_size=None), open_dataset("s3://bucket/t/", image_size=None)
+    expected = contents(data)
+    shutil.rmtree(tmp_path / "user")
+    assert contents(other) == expected  # fetched and unpacked anew
+    shutil.rmtree(tmp_path / "user")
+    stores.put(f"t/train-00001-of-00002.{suffix}", b"other")
+    fresh = pickle.loads(pickle.dumps(data))  # which has no file open
+    with pytest.raises(DataError, match=rf"cannot read s3://bucket/t/train-00001\S+{suffix}: it has changed since"):
+        fresh.encoded(11)
 
 
 def test_a_large_prefix_keeps_its_index(local: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,5 +446,41 @@ def test_forked_and_spawned_loaders_and_failing_requests(
         data = open_dataset(local / "faces")
         with pytest.raises(DataError, match="cannot list s3://bucket/d e/: no permission, 403") as error:
             open_dataset("s3://bucket/d e/")
+        assert SECRET not in str(error.value)
+    object_requests.open_store.cache_clear()
+
+
+@pytest.mark.live
+def test_tables_of_a_store_that_fails(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lance's, too, which pylance reads without our requests and cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    object_requests.open_store.cache_clear()
+    with object_server() as server:
+        for suffix in ("parquet", "arrow", "lance"):
+            tables(local, tmp_path / suffix, suffix, None)
+            upload(lambda name, body: server.client.put_object(Bucket="bucket", Key=name, Body=body), tmp_path, "")
+            expected = contents(open_dataset(tmp_path / suffix, image_size=None))
+            for method, fault in (("fork", "503"), ("spawn", "cut")):
+                server.fault = fault
+                server.requests = 7  # the tenth fails: after two listings, the first read
+                data = open_dataset(f"s3://bucket/{suffix}/?cache={tmp_path}/cache-{fault}", image_size=None)
+                assert contents(data) == expected
+                loader = DataLoader(_Pictures(data), batch_size=None, num_workers=1, multiprocessing_context=method)
+                assert list(loader) == [image for _, _, image in expected]
+                assert server.requests >= 11
+                server.fault = ""
+            shutil.rmtree(tmp_path / suffix)
+        one = "s3://bucket/lance/train-00000-of-00002.lance"
+        for source in (one, f"{one}/", one.replace("000-", "0{00..00}-"), f"lance:{one}?version=1"):
+            assert contents(open_dataset(source, image_size=None)) == expected[:6]
+        with pytest.raises(UsageError, match=rf"{one} has no version 2; its newest one is 1"):
+            open_dataset(f"{one}?version=2")
+        monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", 1)
+        assert open_dataset(one).index.folder is not None
+        with pytest.raises(DataError, match=r"s3://bucket/lance/none\.lance cannot be read as a table in .* not found"):
+            open_dataset("s3://bucket/lance/none.lance")
+        server.fault = "403"
+        with pytest.raises(DataError, match=r"\Arow .* of s3://bucket/lance/\S+ is damaged: no permission") as error:
+            pickle.loads(pickle.dumps(data)).encoded(0)
         assert SECRET not in str(error.value)
     object_requests.open_store.cache_clear()

@@ -57,7 +57,7 @@ def test_a_folder_of_two_formats_says_which_is_read(tars: Path, caplog: pytest.L
 
 
 def test_a_wrong_label_is_told_as_such(tars: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "stats", f"{tars}?label=nope"]) == 1
-    assert capsys.readouterr().err.rstrip().endswith("use another copy, or another ?label=")
+    assert main(["data", "stats", f"{tars}?label=nope"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("the first, 0.tar/00: it has no label in nope, but jpg, txt")
     assert main(["data", "stats", str(tars)]) == 2
     assert "?image=" not in capsys.readouterr().err, "which names no labels"

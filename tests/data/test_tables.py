@@ -117,6 +117,11 @@ def test_pictures_come_bit_for_bit(
             ["0", "1", "2", "5"],
         ),
         (
+            pa.array([["b"], ["a", "c"], ["b"], ["c"], ["a", None], ["b"]], pa.large_list(pa.string())),
+            [[1, -1], [0, 2], [1, -1], [2, -1], [0, -1], [1, -1]],
+            ["a", "b", "c"],
+        ),
+        (
             pa.array([[1, None], [0, 2], [1, -1], [2, -1], [5, 0], [1, -1]], pa.list_(pa.int32(), 2)),
             [[1, -1], [0, 2], [1, -1], [2, -1], [3, 0], [1, -1]],
             ["0", "1", "2", "5"],
@@ -164,7 +169,7 @@ def test_columns_by_their_names_and_further_ones(tmp_path: Path) -> None:
         ({}, "?image=photo", r"has no column 'photo' for \?image=, but image \(binary\), label \(string\)"),
         ({}, "?image=label", r"the column 'label' of .* is string, and \?image= takes one of binary values"),
         ({"label": [0.5] * 6}, "", r"the column 'label' of .* is double, and \?label= takes one of texts, whole"),
-        ({"label": [["a"]] * 6}, "", r"the column 'label' of .* is list<\w+: string>, and \?label= takes"),
+        ({"label": [[0.5]] * 6}, "", r"the column 'label' of .* is list<\w+: double>, and \?label= takes"),
         ({"label": [True] * 6}, "", r"the column 'label' of .* is bool, and \?label= takes"),
         ({"box": [[1]] * 6}, "?key=box", r"the column 'box' of .*, and \?key= takes one of texts or numbers"),
         ({}, "?lable=x", r"\?lable= is no option of \.\w+ files, which have: image \(the column"),
@@ -218,9 +223,11 @@ def test_numbers_that_are_no_labels_are_told(tmp_path: Path) -> None:
 def test_a_key_that_is_asked_for_is_there_once(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", table(key=["a", "b", "a", "d", "e", "f"]))
     data = open_dataset(f"{path}?key=key")
-    assert data.skipped == {"a": "its key is that of a row before it"}
+    assert data.skipped == {"x.parquet/2/a": "its key is that of a row before it"}
     assert [data.key(row) for row in range(5)] == ["a", "b", "d", "e", "f"]
     assert open_dataset(path).key(2) == "x.parquet/2/a"
+    write(path, table(key=["a", "a", "a", "d", "e", "f"], label=["ann", "bob", "bob", "ann", "bob", None]))
+    assert [*open_dataset(f"{path}?key=key").skipped] == ["x.parquet/1/a", "x.parquet/2/a", "f"]
 
 
 def test_several_files_are_one_set_and_fit_together(tmp_path: Path) -> None:
@@ -249,6 +256,21 @@ def test_several_files_are_one_set_and_fit_together(tmp_path: Path) -> None:
     write(tmp_path / "test-00000-of-00001.parquet", table())
     with pytest.raises(UsageError, match=r"holds several sets: test-\*-of-00001\*, train-\*-of-00002\*; name one"):
         open_dataset(tmp_path)
+
+
+def test_a_name_in_two_files_is_told_apart(tmp_path: Path) -> None:
+    for number in range(2):
+        write(tmp_path / f"{number}.parquet", table(id=[3 * number + row for row in (0, 1, 2, 3, 3, 4)]))
+    data = open_dataset(tmp_path)
+    found = ["0", "1", "2", "3", "0.parquet/4/3", "4", "1.parquet/3", "1.parquet/4", "5", "6", "1.parquet/4/6", "7"]
+    assert [data.key(row) for row in range(12)] == found
+
+
+def test_a_wrong_column_of_a_large_set_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", 1)
+    path = write(tmp_path / "x.parquet", table())
+    with pytest.raises(UsageError, match=r"has no column 'nope' for \?label=, but image \(binary\), label"):
+        open_dataset(f"{path}?label=nope")
 
 
 def test_unpacked_pictures_are_used_again_and_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import pickle
+import shlex
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.pictures import picture, stored
 
 import plsc.data.shard_index
 from plsc.data import open_dataset
+from plsc.data.convert import convert
 from plsc.data.readers.tars import TarFormat
 from plsc.data.sharded import ShardedDataset
 from plsc.embedding.sources import open_images
@@ -155,7 +157,10 @@ def test_labels_of_a_text_field(tmp_path: Path) -> None:
     data = opened(f"{write_tar(tmp_path / 'a.tar', members)}?label=txt")
     assert classes(data) == ["ann"]
     assert data.metadata(0) == {}
-    assert data.skipped == dict.fromkeys("bc", "it has no label in txt, an integer or a text")
+    assert data.skipped == {
+        "b": "it has no label in txt, an integer or a text",
+        "c": "it has no label in txt, but png",
+    }
 
 
 @pytest.mark.parametrize(
@@ -188,7 +193,8 @@ def test_json_that_holds_no_label_leaves_its_sample_out(tmp_path: Path, value: s
     members = [("a.png", 1), ("a.json", '{"id": 3}'), ("b.png", 2), ("b.json", f'{{"id": {value}}}')]
     data = opened(f"{write_tar(tmp_path / 'a.tar', members)}?label=json:id")
     assert colours(data) == [1]
-    assert data.skipped == {"b": "it has no label in json:id, an integer or a text"}
+    why = "but png, json" if value == "[" else "an integer or a text"
+    assert data.skipped == {"b": f"it has no label in json:id, {why}"}
 
 
 def test_labels_of_folders(tmp_path: Path) -> None:
@@ -257,6 +263,37 @@ def test_several_tars_pickled_and_with_a_kept_index(
         assert classes(data) == ["0", "1"] * 3
         assert keys(data) == [f"s{row}.png" for row in range(6)]
         assert data.metadata(2) == {"txt": "text 1"}
+
+
+@pytest.mark.parametrize("kept_from", [1, 2**28])
+def test_a_name_in_two_tars_is_told_apart(tmp_path: Path, kept_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", kept_from)
+    write_tar(tmp_path / "in" / "0.tar", pairs(3))
+    write_tar(tmp_path / "in" / "1.tar", [*pairs(2, 2), ("s0.png", 9), ("s0.cls", "1")])
+    data = opened(tmp_path / "in")
+    for each in (data, pickle.loads(pickle.dumps(data)), opened(tmp_path / "in")):
+        assert keys(each) == ["s0.png", "s1.png", "s2.png", "1.tar/s2.png", "s3.png", "1.tar/s0.png"]
+        assert colours(each) == [0, 1, 2, 2, 3, 9]
+    assert data.sample_ids(2, 4) == ["0.tar/s2.png", "1.tar/s2.png"]  # as of runs of before
+    convert(data, tmp_path / "x.rec", quiet=True)
+    assert sorted(keys(opened(tmp_path / "x.rec"))) == sorted(keys(data))
+    cut(tmp_path / "in" / "1.tar", 900)
+    with pytest.raises(DataError, match=r"sample 1\.tar/s0\.png of .*1\.tar is damaged"):
+        data.encoded(5)
+
+
+@pytest.mark.parametrize("kept_from", [1, 2**28])
+def test_a_label_that_no_sample_has_is_the_users_mistake(
+    tmp_path: Path, kept_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.data.shard_index, "KEPT_FROM", kept_from)
+    members = [("a.png", 1), ("a.cls", "1"), ("a.json", '{"id": 3, "site": {"x": 1}}'), ("b.png", 2)]
+    path = write_tar(tmp_path / "a.tar", members)
+    told = rf"no sample of {path}\?label=.* has a label by \?label=.*; the first, a: it has no label in "
+    for label, fields in (("name", "png, cls, json"), ("json:name", "png, cls, json, json:id, json:site")):
+        with pytest.raises(UsageError, match=rf"{told}{label}, but {fields}\Z"):
+            opened(f"{path}?label={label}")
+    assert opened(f"{path}?label=cls").skipped == {"b": "it has no label in cls, but png"}
 
 
 def cut(path: Path, offset: int) -> None:
@@ -386,7 +423,7 @@ def test_faults_of_single_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {key: fault for key, fault in data.skipped.items() if key != second} == {
         "e": "its png has 0 bytes, where 1 to 2,000 may be",
         "p": "it has no picture, but cls",
-        "l": "it has no label in cls, an integer or a text",
+        "l": "it has no label in cls, but png",
         "b": "its png has 2,001 bytes, where 1 to 2,000 may be",
         "t": "it has no label in cls, an integer or a text",
     }
@@ -449,6 +486,15 @@ def test_compressed_tars_are_converted(tmp_path: Path, suffix: str, capsys: pyte
         f"k{n}.jpg": members[f"k{n}.jpg"] for n in range(4)
     }
     assert {entry.name for entry in out.parent.iterdir()} - {"property"} == {f"x.{end}" for end in RECORD_FILES}
+
+
+def test_the_hint_for_a_compressed_tar_keeps_its_options(tmp_path: Path) -> None:
+    path = packed(tmp_path / "x.tar.gz", jpegs(tmp_path / "pictures") | {"k0.id": b"7", "k1.id": b"9"}, ".tar.gz")
+    with pytest.raises(DataError) as refusal:
+        opened(f"{path}?label=id&image=jpg")
+    _, _, command = str(refusal.value).partition(": plsc ")
+    assert main(shlex.split(command)) == 0
+    assert classes(opened(tmp_path / "x.rec")) == ["7", "9"]
 
 
 def test_compressed_and_plain_tars_of_a_folder_with_options(tmp_path: Path) -> None:

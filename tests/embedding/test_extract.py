@@ -263,7 +263,7 @@ def test_photos_without_identities(tmp_path: Path) -> None:
     people = open_images(tmp_path / "people", SIZE)
     assert (people.key(0), people.labels.tolist(), list(people.class_names)) == ("ada/1.png", [0], ["ada"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="empty has no image"):
+    with pytest.raises(UsageError, match="empty holds no picture"):
         open_images(tmp_path / "empty", SIZE)
     with pytest.raises(UsageError, match="nowhere"):
         open_images(tmp_path / "nowhere", SIZE)

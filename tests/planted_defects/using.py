@@ -18,6 +18,13 @@ USING = (
         ("tests/models/test_backbone_contract.py",),
     ),
     Defect(
+        "a name in two tars is two pictures' key",
+        "data/shard_index.py",
+        "repeated[again] = True",
+        "repeated[again] = False",
+        ("tests/data/test_tars.py",),
+    ),
+    Defect(
         "an unreadable image has the embedding of a black one",
         "plsc/embedding/pipeline.py",
         "stored[list(bad)] = 0",
