@@ -69,6 +69,17 @@ class TooLargeError(DataError):
     """An image has more pixels than are allowed."""
 
 
+class PixelLimits(NamedTuple):
+    """Limits on width x height: of an image as it is decoded, of a JPEG's header, and of another's.
+
+    The last two may be more than the first: such images are made smaller.
+    """
+
+    decoded: int
+    jpeg: int
+    whole: int
+
+
 class Shrunk(NamedTuple):
     """An image, uint8 (H, W, 3), whose sides were divided by ``divisor``: 1, 2, 4 or 8, rounded up.
 
@@ -133,18 +144,14 @@ def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...]
         TooLargeError: it has more than ``max_pixels`` pixels.
         DataError: it does not decode.
     """
-    return decode_shrunk(data, name, max_pixels, max_pixels, formats).pixels
+    return decode_shrunk(data, name, PixelLimits(max_pixels, max_pixels, max_pixels), formats).pixels
 
 
-def decode_shrunk(
-    data: bytes, name: str, max_pixels: int, max_jpeg_pixels: int, formats: tuple[str, ...] = FORMATS
-) -> Shrunk:
-    """Decode as :func:`decode_rgb`; a JPEG with more than ``max_pixels`` as much smaller as fits them.
+def decode_shrunk(data: bytes, name: str, limits: PixelLimits, formats: tuple[str, ...] = FORMATS) -> Shrunk:
+    """Decode as :func:`decode_rgb`; an image with more than ``limits.decoded`` pixels as much smaller as fits them.
 
-    libjpeg shrinks it while it decodes, in the memory and a part of the time that the smaller image takes.
-
-    Args:
-        max_jpeg_pixels: limit on width x height of a JPEG's header.
+    libjpeg shrinks a JPEG while it decodes, in the memory and a part of the time that the smaller image takes. Others
+    are decoded whole, in up to 16 bytes a pixel, and then shrunk.
 
     Raises:
         TooLargeError, DataError: as :func:`decode_rgb`.
@@ -153,15 +160,19 @@ def decode_shrunk(
 
     try:
         with open_header(data, formats) as image:
-            size, divisor = image.size, _shrink(image, name, max_pixels, max_jpeg_pixels)
+            is_jpeg = image.format in ("JPEG", "MPO")
+            check_pixels(*image.size, name, limits.jpeg if is_jpeg else limits.whole)
             for inner in _inner_sizes(image, data):
-                check_pixels(*inner, name, max_pixels)
+                check_pixels(*inner, name, limits.whole)
             check_scans(data, name)
-            pixels = to_rgb(image)
-            check_pixels(pixels.shape[1], pixels.shape[0], name, max_pixels)  # a decoder may find another size
+            size, divisor = image.size, _divisor(image.size, name, limits.decoded)
+            if is_jpeg and divisor > 1:
+                image.draft(None, (max(size[0] // divisor, 1), max(size[1] // divisor, 1)))
+            pixels = to_rgb(image, 1 if is_jpeg else divisor)
+            check_pixels(pixels.shape[1], pixels.shape[0], name, limits.decoded)  # a decoder may find another size
             return Shrunk(pixels, divisor, _shift(size, divisor, exif_orientation(_exif_of(image))))
     except Image.DecompressionBombError:
-        raise TooLargeError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
+        raise TooLargeError(f"{name} has more than the {limits.whole:,} pixels allowed; shrink it first") from None
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise nearly every kind on hostile bytes
@@ -169,15 +180,11 @@ def decode_shrunk(
         raise DataError(f"{name} does not decode ({detail[:120]}); replace or remove it") from None
 
 
-def _shrink(image: Any, name: str, max_pixels: int, max_jpeg_pixels: int) -> int:
-    """Let Pillow decode a JPEG so small that it holds ``max_pixels``; returns what its sides are divided by."""
-    width, height = image.size
-    check_pixels(width, height, name, max_jpeg_pixels if image.format in ("JPEG", "MPO") else max_pixels)
+def _divisor(size: tuple[int, int], name: str, max_pixels: int) -> int:
+    """What the sides (width, height) are divided by, so that the image holds ``max_pixels``."""
+    width, height = size
     for divisor in _DIVISORS:
-        smaller = -(-width // divisor), -(-height // divisor)
-        if smaller[0] * smaller[1] <= max_pixels:
-            if divisor > 1:
-                image.draft(None, (max(width // divisor, 1), max(height // divisor, 1)))
+        if -(-width // divisor) * -(-height // divisor) <= max_pixels:
             return divisor
     check_pixels(width, height, name, max_pixels)
     return 1
@@ -295,18 +302,25 @@ def _heif_reader() -> tuple[str]:
     return ("HEIF",)
 
 
-def to_rgb(image: Any) -> Pixels:
-    """Convert a Pillow image, of several frames the present one, to uint8 (H, W, 3), upright, transparent on white."""
+def to_rgb(image: Any, divisor: int = 1) -> Pixels:
+    """Convert a Pillow image, of several frames the present one, to uint8 (H, W, 3), upright, transparent on white.
+
+    Its sides are divided by ``divisor`` first, rounded up: each pixel is the mean of divisor x divisor.
+    """
     from PIL import Image
 
     image.load()  # a PNG's EXIF may follow its pixels
     orientation = exif_orientation(_exif_of(image))
-    if orientation > 1:
-        image = image.transpose(Image.Transpose[_TRANSPOSES[orientation - 2]])
     if image.mode.startswith("I"):  # 16 bits a pixel, or 32 that hold 16
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
         image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
+    if divisor > 1:
+        if image.mode in ("1", "P", "PA"):  # a mean of a palette's numbers is no colour
+            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        image = image.reduce(divisor)
+    if orientation > 1:
+        image = image.transpose(Image.Transpose[_TRANSPOSES[orientation - 2]])
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

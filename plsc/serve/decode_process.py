@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from plsc.errors import DataError
-from plsc.image_files import TooLargeError, decode_shrunk, open_header
+from plsc.image_files import PixelLimits, TooLargeError, decode_shrunk, open_header
 
 try:
     import resource
@@ -33,9 +33,10 @@ _PIPE_BYTES = 1 << 20
 _NICENESS = 5  # searches go first where processors are short: a hostile picture takes seconds of one
 _BASE_BYTES = 64 << 20
 _BYTES_PER_PIXEL = 32  # Pillow holds 4, a progressive JPEG's coefficients 6, and conversions a few copies
+# of a picture that is decoded whole, of twice as many, and made smaller, 10
 
 
-def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: int, cpu_seconds: int) -> None:
+def serve(jobs: BinaryIO, answers: BinaryIO, limits: PixelLimits, cpu_seconds: int) -> None:
     """Decode until there are no more jobs."""
     answers.write(ANSWER.pack(READY, 0, 0, 0, 0, 0))
     answers.flush()
@@ -44,7 +45,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: i
         name = jobs.read(name_size).decode()
         _limit_cpu(cpu_seconds)
         try:
-            picture = decode_shrunk(jobs.read(size), name, max_pixels, max_jpeg_pixels, FORMATS)
+            picture = decode_shrunk(jobs.read(size), name, limits, FORMATS)
         except DataError as error:
             message = str(error).encode()
             status = TOO_LARGE if isinstance(error, TooLargeError) else UNUSABLE
@@ -115,13 +116,14 @@ def _import_decoders() -> None:
 
 
 def main() -> None:
-    """Serve the parent: ``python -m plsc.serve.decode_process MAX_PIXELS MAX_JPEG_PIXELS CPU_SECONDS``."""
-    max_pixels, max_jpeg_pixels, cpu_seconds = (int(value) for value in sys.argv[1:])
+    """Serve the parent: ``python -m plsc.serve.decode_process PIXELS JPEG_PIXELS WHOLE_PIXELS CPU_SECONDS``."""
+    *pixels, cpu_seconds = (int(value) for value in sys.argv[1:])
+    limits = PixelLimits(*pixels)
     jobs, answers = _prepare()
     _import_decoders()
-    _limit_memory(max_pixels)
+    _limit_memory(limits.decoded)
     try:
-        serve(jobs, answers, max_pixels, max_jpeg_pixels, cpu_seconds)
+        serve(jobs, answers, limits, cpu_seconds)
     except BrokenPipeError:  # the parent is gone
         os._exit(0)
 

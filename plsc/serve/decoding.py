@@ -22,7 +22,7 @@ import torch
 from plsc.data.alignment import align_face
 from plsc.embedding.detector import Detector
 from plsc.errors import DataError, UsageError
-from plsc.image_files import SUFFIXES, Shrunk, TooLargeError, suffix_of, unread_formats
+from plsc.image_files import SUFFIXES, PixelLimits, Shrunk, TooLargeError, suffix_of, unread_formats
 from plsc.models.preprocessing import Preprocessing, check_square, picture_warnings, resize_image
 from plsc.progress import note
 from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
@@ -49,13 +49,12 @@ class DecodeProcess:
     One thread at a time decodes; any thread may call :meth:`kill`.
 
     Args:
-        max_pixels: of a picture, as it is decoded.
-        max_jpeg_pixels: of a JPEG, which is decoded smaller where it has more than ``max_pixels``.
+        limits: on a picture's pixels.
     """
 
-    def __init__(self, max_pixels: int, max_jpeg_pixels: int) -> None:
-        self._max_pixels, self._max_jpeg_pixels = max_pixels, max_jpeg_pixels
-        self._cpu_seconds = max(_MIN_CPU_SECONDS, -(-max_pixels // _PIXELS_PER_CPU_SECOND))
+    def __init__(self, limits: PixelLimits) -> None:
+        self._limits = limits
+        self._cpu_seconds = max(_MIN_CPU_SECONDS, -(-limits.whole // _PIXELS_PER_CPU_SECOND))
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = threading.Lock()  # of the process and of what is known of it
         self._killed, self._closed = False, False
@@ -130,8 +129,8 @@ class DecodeProcess:
 
     def _open(self) -> "subprocess.Popen[bytes]":
         # -P: modules are not looked for in the working directory, which only those do who run there
-        limits = (self._max_pixels, self._max_jpeg_pixels, self._cpu_seconds)
-        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", *map(str, limits)]
+        limits = map(str, (*self._limits, self._cpu_seconds))
+        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", *limits]
         environment = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109 (the text that sys.path means)
         environment |= {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -147,7 +146,7 @@ class DecodeProcess:
         jobs.write(data)
         jobs.flush()
         status, divisor, *shift, first, second = ANSWER.unpack(self._read(ANSWER.size))
-        if status == PIXELS and first * second <= self._max_pixels:
+        if status == PIXELS and first * second <= self._limits.decoded:
             pixels = np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
             return Shrunk(pixels, max(divisor, 1), (shift[0], shift[1]))
         if status not in (UNUSABLE, TOO_LARGE) or second > len(name) + 1000:
@@ -241,7 +240,7 @@ class Decoders(Workers[DecodeProcess]):
     """
 
     def __init__(self, share: int, limits: Limits, clock: Clock = time.monotonic) -> None:
-        self._processes = [DecodeProcess(limits.image_pixels, limits.jpeg_pixels) for _ in range(share + 1)]
+        self._processes = [DecodeProcess(limits.pixels) for _ in range(share + 1)]
         # The process works while its thread waits.
         super().__init__(self._processes, share, "plsc-decode", limits, clock, cost=time.monotonic)
         self._watching = False

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from plsc.embedding.quality import QualityGate
 from plsc.errors import UsageError
 from plsc.gallery.sqlite import COMPACT_WITHIN
+from plsc.image_files import PixelLimits
 from plsc.serve.limits import Clock, RateLimit
 
 MIB = 2**20
@@ -26,8 +27,8 @@ class Limits:
     # of a request, of a token, and of all together
     body_bytes: int = 16 * MIB  # body of one request
     memory_bytes: int = 512 * MIB  # bodies of all requests in flight; and answers that their callers have not taken
-    image_pixels: int = 13_000_000  # width x height of an image, read from its header, or of a JPEG as it is decoded
-    jpeg_pixels: int = 65_000_000  # of a JPEG, which is decoded at 1/2, 1/4 or 1/8 of its sides to hold the former
+    image_pixels: int = 13_000_000  # width x height of an image as it is decoded; a file's may be twice that
+    jpeg_pixels: int = 65_000_000  # of a JPEG's file; larger ones are decoded at 1/2, 1/4 or 1/8 of their sides
     inputs: int = 256  # images and vectors of one request
     k: int = 1000  # matches of one query
     matches: int = 50_000  # queries x k of one request
@@ -99,6 +100,16 @@ class Limits:
     beside_seconds: float = 0.01  # that the rows of one of several owners may take in a batch
     beside_within_seconds: float = 2.0  # since its last task, for which an owner still is one of several
     collect_seconds: float = 0.05  # for which the device waits for the event loop at most: that may have ended
+
+    @property
+    def whole_pixels(self) -> int:
+        """Of a picture that is no JPEG: it is decoded whole, in the memory that ``image_pixels`` are given."""
+        return 2 * self.image_pixels
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """Of a picture, for those who decode it."""
+        return PixelLimits(self.image_pixels, self.jpeg_pixels, self.whole_pixels)
 
 
 class Items(NamedTuple):

@@ -28,6 +28,7 @@ from support.waiting import wait_until
 from plsc.data import decode_image
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.errors import DataError
+from plsc.image_files import PixelLimits, TooLargeError
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.access import Owner
 from plsc.serve.decoding import DecodeProcess, Decoders, decode
@@ -46,6 +47,14 @@ def encoded(image: Any, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def heic(image: Any, **options: Any) -> bytes:
+    import pillow_heif
+
+    file = io.BytesIO()
+    pillow_heif.from_pillow(image).save(file, **options)
+    return file.getvalue()
+
+
 def noise(size: int) -> Any:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
@@ -60,7 +69,7 @@ def scan_bomb(side: int, scans: int) -> bytes:
 
 @contextlib.contextmanager
 def decoding(max_pixels: int = MEGAPIXELS, max_jpeg_pixels: int = MEGAPIXELS) -> Iterator[DecodeProcess]:
-    running = DecodeProcess(max_pixels, max_jpeg_pixels)
+    running = DecodeProcess(PixelLimits(max_pixels, max_jpeg_pixels, 2 * max_pixels))
     try:
         yield running
     finally:
@@ -148,7 +157,8 @@ def test_a_killed_process_is_replaced(process):
 
 def test_it_ends_with_its_parent(tmp_path):
     code = (
-        "import os; from plsc.serve.decoding import DecodeProcess; p = DecodeProcess(10**6, 10**6); p.start();"
+        "import os; from plsc.serve.decoding import DecodeProcess; from plsc.serve.settings import Limits;"
+        "p = DecodeProcess(Limits().pixels); p.start();"
         "print(p._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -270,7 +280,7 @@ def test_a_bad_picture_fails_alone_by_name(live):
         (b"RIFF0000WEBP", 422, "does not decode"),
         (b"\xff\xd8", 415, "convert it first"),
         (b"", 415, "convert it first"),
-        (encoded(Image.new("1", (4000, 3251)), "PNG"), 413, "send a JPEG, or raise --max-megapixels"),
+        (encoded(Image.new("1", (6000, 4334)), "PNG"), 413, "send a JPEG, or raise --max-megapixels"),
         (encoded(Image.new("L", (9000, 7223)), "JPEG"), 413, "65,000,000"),
         (encoded(noise(20), "GIF"), 415, "JPEG, PNG, WEBP or AVIF"),
     ):
@@ -313,15 +323,48 @@ def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture():
             assert (crop.float() - full).abs().mean() < 2, orientation
 
 
+SMALLER = [(kind, mode) for kind in ("PNG", "WEBP", "HEIF") for mode in ("RGB", "RGBA")]
+SMALLER += [("PNG", mode) for mode in ("L", "LA", "P", "1", "I;16")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), SMALLER)
+def test_a_picture_that_is_no_jpeg_is_made_smaller_too(kind, mode):
+    """To means of the pixels that it has when it is decoded as it is."""
+    width, height = (202, 152) if kind == "HEIF" else (201, 151)  # HEVC has even sides
+    image = smooth(width, height)
+    image = image.convert("L").convert("I;16") if mode == "I;16" else image.convert(mode)
+    data = heic(image) if kind == "HEIF" else encoded(image, kind)
+    whole = Image.fromarray(decode_image(data, "x").permute(1, 2, 0).numpy())
+    most = -(-width * height // 2)
+    with decoding(most) as process:
+        shrunk, divisor, shift = process.decode(data, "x")
+    assert (divisor, shift, shrunk.shape) == (2, (0, 0), (76, 101, 3))
+    assert np.abs(shrunk.astype(int) - np.asarray(whole.reduce(2))).max() <= 1
+    with decoding(most - 1) as process, pytest.raises(TooLargeError, match=f"more than the {2 * most - 2:,} allowed"):
+        process.decode(data, "x")
+
+
+@pytest.mark.slow
+def test_a_heic_of_24_megapixels_is_decoded_within_the_limits():
+    """As recent iPhones write them: in tiles of 512."""
+    data = heic(smooth(5712, 4284), quality=50, tile_size=512, preset="ultrafast")
+    with decoding(Limits().image_pixels) as process:
+        assert process.decode(data, "x").pixels.shape == (2142, 2856, 3)
+        assert peak_kilobytes(process) < 300 * 1024
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"progressive": True}])
 def test_a_photo_of_64_megapixels_is_decoded_within_the_limits(kind):
     data = encoded(smooth(9248, 6936), "JPEG", **kind)
     with decoding(Limits().image_pixels, Limits().jpeg_pixels) as process:
         assert process.decode(data, "x").pixels.shape == (1734, 2312, 3)
-        memory = Path(f"/proc/{child_of(process).pid}/status").read_text(encoding="ascii")
-        peak = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM"))
-        assert peak < (300 if kind else 120) * 1024, "kilobytes"
+        assert peak_kilobytes(process) < (300 if kind else 120) * 1024
+
+
+def peak_kilobytes(process):
+    memory = Path(f"/proc/{child_of(process).pid}/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM"))
 
 
 def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):
@@ -333,7 +376,7 @@ def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):
 
 def test_the_limit_of_pixels_is_the_operator_s(tmp_path):
     with live_service(tmp_path, limits=Limits(image_pixels=300)) as live:
-        for size, status in ((17, 200), (18, 413)):
+        for size, status in ((24, 200), (25, 413)):
             answer = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(1, size))]})
             assert answer.status_code == status
         assert live.ask("GET", "/v1/info").json()["limits"]["image_pixels"] == 300

@@ -8,7 +8,7 @@ import { capital, countFaces, countItems, holdsPeople, words } from "./words.js"
 const EVERY = 10_000;   // milliseconds between looks
 const limitsShown = () => ({
   body_bytes: ["One request", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
-  image_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
+  whole_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
   jpeg_pixels: ["One JPEG", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
   inputs: ["Pictures at once", grouped],
   k: ["One search", (k) => `${grouped(k)} matches`],

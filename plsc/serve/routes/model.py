@@ -37,6 +37,7 @@ class LimitsInfo(BaseModel):
     body_bytes: int
     image_pixels: int
     jpeg_pixels: int
+    whole_pixels: int
     inputs: int
     k: int
     matches: int
