@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -159,6 +160,9 @@ def test_compose_gives_the_container_no_rights_and_no_disk(name: str) -> None:
     declared = json.loads(dict(instructions(DEPLOY / "Dockerfile"))["VOLUME"])
     assert {f"/{place}" for place in mounted} == {*declared, "/model"}
     assert service["secrets"] == ["tokens"]
+    # Compose puts the variable's default into the text, and splits it as a shell does.
+    command, image = service["command"], json.loads(dict(instructions(DEPLOY / "Dockerfile"))["CMD"])
+    assert shlex.split(re.sub(r"\$\{PLSC_SERVE:-(.*?)\}", r"\1", command)) == image
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
