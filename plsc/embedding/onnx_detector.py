@@ -164,8 +164,8 @@ class OnnxDetector(Detector):
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         if tried not in (None, self.fingerprint):
             raise DataError(f"{path} is not the file that it was at the start; begin again")
-        model = onnx_model.load_graph(path, content, trusted=is_asked_for())
-        inputs, outputs = onnx_model.graph_inputs(model), onnx_model.graph_values(model.graph.output)
+        model, content = onnx_model.load_graph(path, content, trusted=is_asked_for())
+        inputs, outputs = map(onnx_model.graph_values, (model.graph.input, model.graph.output))
         self._family = _family(path, inputs, outputs)
         self._threshold = self._family.threshold if threshold is None else threshold
         self._input, self._dtype, sides = _input_of(path, inputs, self._family)
