@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.contracts import models_in
+from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_fingerprint import fingerprint, former_fingerprint
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_values, load_graph
 from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
@@ -29,7 +30,7 @@ from plsc.models.preprocessing import (
 )
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
-from plsc.signing import MODEL, is_asked_for, read_signed
+from plsc.signing import is_asked_for
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
@@ -54,8 +55,8 @@ class OnnxEngine:
     The batch may be fixed or free, height and width too (where one is free, it is the other; where both are, they are
     those of the metadata, or 112), the input float32, float16, float64 or uint8. A free batch is run in those sizes in
     which the model was tried (:mod:`plsc.models.trial`).
-    Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
-    model begins by normalising: then they stay as they are.
+    Pixel values become (x - 127.5)/127.5, unless the file is a known one, its metadata says otherwise, the input is
+    uint8, or the model begins by normalising: then they stay as they are.
 
     Attributes:
         fixed_batch: pictures that it takes at once; None: any number.
@@ -75,8 +76,8 @@ class OnnxEngine:
         """
         providers = session_providers(path, device, provider)
         self._path = path
-        content = path.read_bytes() if own else read_signed(path, MODEL)
-        trusted = own or is_asked_for()
+        content, known = (path.read_bytes(), None) if own else read_model(path)
+        trusted = own or is_asked_for() or known is not None
         model, content = load_graph(path, content, trusted=trusted)
         properties = {entry.key: entry.value for entry in model.metadata_props if entry.key.startswith(METADATA_PREFIX)}
         metadata = {key.removeprefix(METADATA_PREFIX): value for key, value in properties.items()}
@@ -85,7 +86,11 @@ class OnnxEngine:
             raise DataError(f"{path} takes {image_input.type}; an embedding model takes float or uint8 images")
         self._dtype = INPUT_TYPES[image_input.type]
         self.fixed_batch, size, self.channels_last = _layout(path, image_input.shape, metadata)
-        self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
+        self.preprocessing = (
+            Preprocessing(size, known.mean, known.std)
+            if known is not None
+            else _preprocessing(path, model, metadata, size, self._dtype)
+        )
         stated = metadata.get("precision")
         self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
         self.batches: tuple[int, ...] = ()  # any

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8
 from plsc.embedding.onnx_engine import METADATA_PREFIX, OnnxEngine
 from plsc.embedding.onnx_model import graph_values, load_graph
 from plsc.errors import DataError, UsageError, first_line
 from plsc.models.trial import pieces
-from plsc.signing import MODEL, is_asked_for, read_signed
+from plsc.signing import is_asked_for
 
 # Operator sets: from 7 on, Sub and Div broadcast; from 13 on, DequantizeLinear takes a scale for each channel.
 OLDEST_OPSETS = {FP32: 7, FP16: 7, INT8: 13}
@@ -83,7 +84,8 @@ def open_source(path: Path) -> OnnxSource:
     """
     from onnx import load_from_string
 
-    model = load_from_string(load_graph(path, read_signed(path, MODEL), trusted=is_asked_for())[1])
+    content, known = read_model(path)
+    model = load_from_string(load_graph(path, content, trusted=is_asked_for() or known is not None)[1])
     engine = OnnxEngine(path, torch.device("cpu"))
     (given,) = graph_values(model.graph.input)
     if given.type != "tensor(float)" or engine.channels_last:
