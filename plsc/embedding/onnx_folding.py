@@ -16,6 +16,7 @@ import numpy as np
 DEQUANTIZE = "DequantizeLinear"
 _QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 _HELD_IR = 4  # of the file format: before, weights had to be inputs too
+_MOST = 4096  # weights, each of which takes time: published models have some hundred
 _GROWTH = 8  # bytes of weights for a byte of the file: float32 of 4 bits …
 _LARGEST = (1 << 31) - (1 << 20)  # … and of a file: protobuf has no larger ones
 
@@ -71,44 +72,50 @@ def _fold(graph: Any, room: int) -> None:
 
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+        if node.op_type == "Constant" and node.output and node.attribute and node.attribute[0].name == "value":
             constants[node.output[0]] = node.attribute[0].t
-    kept = []
+    numbers: dict[str, np.ndarray] = {}
     for node in graph.node:
-        numbers = None
-        if node.op_type == DEQUANTIZE and all(name in constants for name in node.input if name):
+        if len(numbers) < _MOST and _takes(node, constants):
             needed = 4 * math.prod(constants[node.input[0]].dims)
-            numbers = _dequantised(node, constants) if needed <= room else None
-        if numbers is None:
-            kept.append(node)
-        else:
-            room -= needed
-            graph.initializer.append(numpy_helper.from_array(numbers, node.output[0]))
+            if needed <= room and (found := _dequantised(node, constants)) is not None:
+                numbers[node.output[0]] = found
+                room -= needed
+    kept = [node for node in graph.node if node.op_type != DEQUANTIZE or not numbers.keys() & node.output]
     del graph.node[:]
     graph.node.extend(kept)
     used = {*_used(graph)}
     held = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:]
     graph.initializer.extend(held)
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in numbers.items())
+
+
+def _takes(node: Any, constants: dict[str, Any]) -> bool:
+    """Whether a node dequantises constants, and nothing else."""
+    whole = node.op_type == DEQUANTIZE and len(node.output) == 1 and len(node.input) >= 2 and all(node.input[:2])
+    return whole and all(name in constants for name in node.input if name)
 
 
 def _dequantised(node: Any, constants: dict[str, Any]) -> np.ndarray | None:
-    """What a DequantizeLinear makes of constants; None where they have shapes that it does not take."""
+    """What a DequantizeLinear makes of constants; None where they have shapes or types that it does not take."""
     from onnx import helper, numpy_helper
 
     about = {attribute.name: attribute.i for attribute in node.attribute}
     try:
         values, scale, *zero = (numpy_helper.to_array(constants[name]) for name in node.input if name)
+        if any(np.iscomplexobj(array) for array in (values, scale, *zero)):
+            return None
+        kind = about.get("output_dtype") or constants[node.input[1]].data_type
         scales, *zeros = (_spread(each, values.shape, about) for each in (scale, *zero))
-    except (ValueError, TypeError, IndexError):  # of another shape than their bytes have, or than the weights
+        with np.errstate(all="ignore"):
+            difference = values.astype(np.float32)
+            for each in zeros:
+                difference -= each
+            result: np.ndarray = (difference * scales).astype(helper.tensor_dtype_to_np_dtype(kind))
+            return result
+    except (ValueError, TypeError, IndexError, KeyError):
         return None
-    with np.errstate(all="ignore"):
-        difference = values.astype(np.float32)
-        for each in zeros:
-            difference -= each
-        dtype = helper.tensor_dtype_to_np_dtype(about["output_dtype"]) if about.get("output_dtype") else scale.dtype
-        result: np.ndarray = (difference * scales).astype(dtype)
-        return result
 
 
 def _spread(numbers: np.ndarray, shape: tuple[int, ...], about: dict[str, int]) -> np.ndarray:

@@ -263,6 +263,32 @@ def test_weights_beyond_eight_bytes_for_each_of_the_file_stay() -> None:
     assert sum(node.op_type == "DequantizeLinear" for node in folded.graph.node) == 101 - len(numbers)
 
 
+def test_nodes_that_are_malformed_and_texts_stay() -> None:
+    made = quantised(np.float32(0.01), None, 13)
+    texts = helper.make_tensor("texts", TensorProto.STRING, [1], [b"a"])
+    made.graph.initializer.extend([texts, numpy_helper.from_array(np.complex64([1j]), "complex")])
+    for takes in (
+        [],
+        ["q"],
+        ["", "s"],
+        ["texts", "s"],
+        ["q", "texts"],
+        ["complex", "s"],
+        ["q", "complex"],
+        ["q", "none"],
+    ):
+        made.graph.node.append(helper.make_node("DequantizeLinear", takes, ["v"]))
+    made.graph.node.extend(
+        [
+            helper.make_node("DequantizeLinear", ["q", "s"], []),
+            helper.make_node("Constant", [], [], value=texts),
+            helper.make_node("DequantizeLinear", ["q", "s"], ["v"], output_dtype=99),
+        ]
+    )
+    folded = with_numbers(made, 1 << 20)
+    assert sum(node.op_type == "DequantizeLinear" for node in folded.graph.node) == 10
+
+
 def test_integers_stay_integers() -> None:
     made = integers()
     assert with_numbers(made, made.ByteSize()) is made
