@@ -70,7 +70,8 @@ def graph_values(values: Iterable[Any]) -> list[GraphValue]:
     for value in values:
         tensor = value.type.tensor_type
         shape = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in tensor.shape.dim]
-        kind = TensorProto.DataType.Name(tensor.elem_type).lower()
+        known = tensor.elem_type in TensorProto.DataType.values()  # those of later versions have no name here
+        kind = TensorProto.DataType.Name(tensor.elem_type).lower() if known else tensor.elem_type
         described.append(GraphValue(value.name, f"tensor({kind})", shape))
     return described
 

@@ -138,6 +138,7 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
         ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
         ({"shape": ["N", 3, 32]}, "not a batch of images"),
         ({"dtype": TensorProto.INT64}, "takes tensor.int64."),
+        ({"dtype": 33}, "takes tensor.33."),
     ],
 )
 def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(options, message, tmp_path):
