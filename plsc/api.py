@@ -51,7 +51,8 @@ def load_model(
     Args:
         source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict
             of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; an .onnx file with one input and one
-            output; or ``hf-hub:ORG/NAME``, perhaps with ``@REVISION``: what ``plsc push`` put on the Hugging Face hub.
+            output; ``sface``, a file of an installed package (docs/faces.md); or ``hf-hub:ORG/NAME``, perhaps with
+            ``@REVISION``: what ``plsc push`` put on the Hugging Face hub.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", "bf16", "fp16", or "auto": on GPUs bf16 (fp16 on Volta and Turing, fp32 on older ones), fp32
             on CPUs and for .onnx.
@@ -102,7 +103,7 @@ def embed(
             sequence of images, such as a list of paths or an array (N, H, W, 3); or what :func:`open_images` returned.
         flip: average over each image and its mirror image. Compare such embeddings with their like only.
         landmarks: a file of five points for each image, by which faces are aligned.
-        detector: ``mtcnn`` or ``onnx:FILE``, which finds each image's largest face.
+        detector: ``mtcnn``, ``yunet`` or ``onnx:FILE``, which finds each image's largest face.
         batch_size: images per step of the model.
         workers: decoding processes; 0: none but this.
         errors: is filled with {row: problem} of images that cannot be read, aligned or embedded, whose rows are zero.

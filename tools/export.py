@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse options that the file cannot have."""
+    from plsc.embedding.known_models import find_known
+
     given = {
         "--with-preprocessing": args.with_preprocessing,
         "--precision": args.precision != "fp32",
@@ -141,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError("--max-tar-loss is judged on pictures of people: give --data")
     if args.precision == "int8" and args.data is None:
         raise UsageError("--precision int8 is calibrated and judged on pictures of people: give --data")
-    if Path(args.model).suffix != ONNX:
+    if Path(args.model).suffix != ONNX and find_known(args.model) is None:
         return
     if args.compatible_with:
         raise UsageError(f"--compatible-with takes the run that was trained: {args.model} keeps what it states itself")

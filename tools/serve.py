@@ -2,6 +2,7 @@
 
   plsc serve --model model.safetensors --store gallery/ --port 8080
   plsc serve --model model.onnx --store gallery/ --calibration calibration.json --fmr 1e-4 --detector mtcnn
+  plsc serve --model sface --store gallery/ --detector yunet                  both out of a package: docs/faces.md
   plsc serve --model model.onnx --store postgres:DSN --host 0.0.0.0 --tokens tokens.toml --metrics-port 9090
 
 Without tokens only this machine may call. Pictures are expected to be aligned faces, and resized, unless they come
@@ -47,7 +48,7 @@ _WARNED_OF = 5  # collections of other models, a line each
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a model file, or a run directory: its last weights")
+    add("--model", required=True, metavar="FILE", help="a model file, a run directory (its last weights), or sface")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--store", required=True, metavar="DIR", help=f"a gallery's folder, {SPEC_FORMS}")
     add("--port", type=int, default=8080, metavar="N", help="0 takes a free one (8080)")
@@ -227,9 +228,25 @@ def _calibration(args: argparse.Namespace) -> "Calibration | None":
 def _judgement(args: argparse.Namespace, calibration: "Calibration | None") -> tuple[float | None, float | None]:
     """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
     if calibration is None:
-        return args.threshold, None
+        return (args.threshold, None) if args.threshold is not None or args.flip else _published(args.model)
     rate = calibration.default_fmr if args.fmr is None else args.fmr
     return calibration.threshold_at(rate), rate
+
+
+def _published(model: str) -> tuple[float | None, float | None]:
+    """The threshold that was measured of a known model, and its false-match rate; a line says where it is from."""
+    from plsc.embedding.known_models import find_known
+    from plsc.evaluation.calibration import DEFAULT_FMR
+
+    known = find_known(model)
+    if known is None or DEFAULT_FMR not in known.thresholds:
+        return None, None
+    threshold = known.thresholds[DEFAULT_FMR]
+    note(
+        f"the threshold {threshold} of {known.name} held a false-match rate of {DEFAULT_FMR:g} on {known.measured}; "
+        "measure yours by plsc eval --calibration, and give --calibration, or --threshold"
+    )
+    return threshold, DEFAULT_FMR
 
 
 def _load(

@@ -1,7 +1,8 @@
 """Face detection in whole pictures: detectors by name, and those that the user brings as ONNX files.
 
-No weights are shipped. ``mtcnn`` takes those of an installed package (:mod:`plsc.embedding.mtcnn`), ``onnx:FILE`` is a
-file with the outputs of SCRFD or YuNet (:mod:`plsc.embedding.onnx_detector`).
+No weights are shipped. ``mtcnn`` takes those of an installed package (:mod:`plsc.embedding.mtcnn`), ``yunet`` the file
+of another (:mod:`plsc.embedding.known_models`), ``onnx:FILE`` is a file with the outputs of SCRFD or YuNet
+(:mod:`plsc.embedding.onnx_detector`).
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import torch
 
 from plsc.data.alignment import align_face
 from plsc.embedding.columns import Float32
+from plsc.embedding.known_models import YUNET, packaged_file
 from plsc.errors import DataError, UsageError
 from plsc.nearest import did_you_mean
 
@@ -107,7 +109,7 @@ def open_detector(spec: str, *, threshold: float | None = None, tried: str | Non
     """Open a detector, which runs on the CPU.
 
     Args:
-        spec: ``mtcnn``, or ``onnx:FILE``.
+        spec: ``mtcnn``, ``yunet`` or ``onnx:FILE``.
         threshold: the least score of a face; None: the detector's own.
         tried: the fingerprint of a file that was tried in a process of its own already; another file is refused.
 
@@ -120,12 +122,13 @@ def open_detector(spec: str, *, threshold: float | None = None, tried: str | Non
         from plsc.embedding.mtcnn import MtcnnDetector
 
         return MtcnnDetector(threshold)
-    if not spec.startswith(PREFIX) or spec == PREFIX:
-        meant = f"; did you mean {PREFIX}{spec}?" if spec.lower().endswith(".onnx") else did_you_mean(spec, [MTCNN])
-        raise UsageError(f"a detector is named {MTCNN} or {PREFIX}FILE, not {spec!r}{meant}")
-    path = Path(spec.removeprefix(PREFIX))
+    if spec != YUNET and (not spec.startswith(PREFIX) or spec == PREFIX):
+        near = did_you_mean(spec, [MTCNN, YUNET])
+        meant = f"; did you mean {PREFIX}{spec}?" if spec.lower().endswith(".onnx") else near
+        raise UsageError(f"a detector is named {MTCNN}, {YUNET} or {PREFIX}FILE, not {spec!r}{meant}")
+    path = packaged_file(YUNET) if spec == YUNET else Path(spec.removeprefix(PREFIX))
     if not path.is_file():
-        raise UsageError(f"there is no detector {path}; without a file, there is {MTCNN}")
+        raise UsageError(f"there is no detector {path}; without a file, there are {MTCNN} and {YUNET}")
     from plsc.embedding.onnx_detector import OnnxDetector
 
     return OnnxDetector(path, threshold, tried)

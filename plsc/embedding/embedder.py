@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.devices import shared_units
+from plsc.embedding.known_models import find_known, packaged_file
 from plsc.errors import DataError, UsageError
 from plsc.files import read_json
 from plsc.models import Backbone, load_model
@@ -172,9 +173,9 @@ def open_embedder(
     """Open a model for embedding.
 
     Args:
-        source: a run directory; ``hf-hub:ORG/NAME``; a .safetensors file of ours; a state_dict of arcface_torch (.pt,
-            .pth, .bin); a program that ``plsc export --format torch`` wrote; or an .onnx file with one input and one
-            output.
+        source: a run directory; ``hf-hub:ORG/NAME``; ``sface``; a .safetensors file of ours; a state_dict of
+            arcface_torch (.pt, .pth, .bin); a program that ``plsc export --format torch`` wrote; or an .onnx file with
+            one input and one output.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", or "bf16" or "fp16" by autocast; or "auto", see :func:`auto_precision`. An .onnx file runs in
             the precision that it was exported in, for which "fp32" stands.
@@ -220,21 +221,27 @@ def backbone_engine(
     return TorchEngine(model.eval(), preprocessing, model.embedding_dim, contract, device, precision, channels_last)
 
 
+def is_named_model(source: str | Path) -> bool:
+    """Whether ``source`` is no path, but a repository of the hub or a known model of a package."""
+    return not Path(source).exists() and (is_hub_id(source) or find_known(source) is not None)
+
+
 def model_file(source: str | Path, *, best: bool = False) -> Path:
     """Return the model file that ``source`` names.
 
     A run directory stands for the weights at the end of the training (``model.safetensors``), or with ``best`` for
     those of the best evaluation (``best.safetensors``); a file stands for itself; ``hf-hub:ORG/NAME``, perhaps with
-    ``@REVISION``, for what ``plsc push`` put there. A line is logged of a run that is not at its end.
+    ``@REVISION``, for what ``plsc push`` put there; ``sface`` for the file of an installed package
+    (:mod:`plsc.embedding.known_models`). A line is logged of a run that is not at its end.
 
     Raises:
         UsageError: there is no such file, or ``best`` is asked of a file, or of a run without an evaluation.
     """
     path = Path(source)
-    if is_hub_id(source) and not path.exists():
+    if is_named_model(source):
         if best:
             raise UsageError(f"{source}: --best chooses among the weights of a run directory; leave it out")
-        return hub_model(str(source))
+        return hub_model(str(source)) if is_hub_id(source) else packaged_file(str(source))
     if not path.exists():
         raise UsageError(f"{path} does not exist; name a run directory or a model file")
     if not path.is_dir():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from plsc.embedding.onnx_model import graph_inputs
+from plsc.embedding.onnx_model import graph_values
 from plsc.errors import UsageError
 from plsc.models.preprocessing import Preprocessing
 
@@ -108,7 +108,7 @@ def put_preprocessing_inside(model: Any, preprocessing: Preprocessing) -> None:
 
     graph = model.graph
     (given,) = graph.input
-    name, batch = given.name, graph_inputs(model)[0].shape[0]
+    name, batch = given.name, graph_values(graph.input)[0].shape[0]
     steps, constants = _preprocessing_steps(name, preprocessing)
     for node in graph.node:
         for place, value in enumerate(node.input):

@@ -29,11 +29,12 @@ from numpy.typing import ArrayLike
 from plsc.embedding import onnx_model
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
+from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_session import CPU, open_session, run_session
 from plsc.errors import DataError
 from plsc.models.preprocessing import resize_image
 from plsc.models.trial import Inputs, require_trial
-from plsc.signing import MODEL, is_asked_for, read_signed
+from plsc.signing import is_asked_for
 
 STRIDES = (8, 16, 32)
 SCORE, BOX, POINTS = 1, 4, 10  # widths of a row
@@ -160,19 +161,20 @@ class OnnxDetector(Detector):
 
     def __init__(self, path: Path, threshold: float | None, tried: str | None) -> None:
         self._path = path
-        content = read_signed(path, MODEL)
+        content, known = read_model(path)
+        trusted = is_asked_for() or known is not None
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         if tried not in (None, self.fingerprint):
             raise DataError(f"{path} is not the file that it was at the start; begin again")
-        model = onnx_model.load_graph(path, content, trusted=is_asked_for())
-        inputs, outputs = onnx_model.graph_inputs(model), onnx_model.graph_values(model.graph.output)
+        model, content = onnx_model.load_graph(path, content, trusted=trusted)
+        inputs, outputs = map(onnx_model.graph_values, (model.graph.input, model.graph.output))
         self._family = _family(path, inputs, outputs)
         self._threshold = self._family.threshold if threshold is None else threshold
         self._input, self._dtype, sides = _input_of(path, inputs, self._family)
         self._outputs = [output.name for output in outputs]
         free = None in sides
         self._sizes = [(sides[0] or side, sides[1] or side) for side in (FREE_SIDES if free else FREE_SIDES[:1])]
-        if tried is None and not is_asked_for():
+        if tried is None and not trusted:
             shapes = tuple((1, 3, height, width) for height, width in self._sizes)
             require_trial(path, "onnx", content, Inputs(self._input, np.dtype(self._dtype).name, shapes))
         self._session = open_session(path, content, [CPU])

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.contracts import models_in
+from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_fingerprint import fingerprint, former_fingerprint
-from plsc.embedding.onnx_model import INPUT_TYPES, graph_inputs, load_graph
+from plsc.embedding.onnx_model import INPUT_TYPES, graph_values, load_graph
 from plsc.embedding.onnx_session import AUTO, CPU, open_session, run_session, session_providers
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import (
@@ -29,12 +30,15 @@ from plsc.models.preprocessing import (
 )
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, require_trial
-from plsc.signing import MODEL, is_asked_for, read_signed
+from plsc.signing import is_asked_for
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 PRECISIONS = ("fp32", "fp16", "int8")  # that our exports compute in; other files run as they are, called "fp32"
 LARGEST_BATCH = 256
+# Pixels that are normalised together, before any of them is embedded: between two runs of onnxruntime, torch's threads
+# would be in the way of its own.
+NUMBERS_AT_ONCE = 1 << 24
 COMPATIBLE_WITH, FORMER_IDS = "compatible_with", "former_ids"
 _CONTRACT = re.compile(rf"[0-9a-f]{{{CONTRACT_DIGITS}}}")
 
@@ -51,8 +55,8 @@ class OnnxEngine:
     The batch may be fixed or free, height and width too (where one is free, it is the other; where both are, they are
     those of the metadata, or 112), the input float32, float16, float64 or uint8. A free batch is run in those sizes in
     which the model was tried (:mod:`plsc.models.trial`).
-    Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
-    model begins by normalising: then they stay as they are.
+    Pixel values become (x - 127.5)/127.5, unless the file is a known one, its metadata says otherwise, the input is
+    uint8, or the model begins by normalising: then they stay as they are.
 
     Attributes:
         fixed_batch: pictures that it takes at once; None: any number.
@@ -72,17 +76,21 @@ class OnnxEngine:
         """
         providers = session_providers(path, device, provider)
         self._path = path
-        content = path.read_bytes() if own else read_signed(path, MODEL)
-        trusted = own or is_asked_for()
-        model = load_graph(path, content, trusted=trusted)
+        content, known = (path.read_bytes(), None) if own else read_model(path)
+        trusted = own or is_asked_for() or known is not None
+        model, content = load_graph(path, content, trusted=trusted)
         properties = {entry.key: entry.value for entry in model.metadata_props if entry.key.startswith(METADATA_PREFIX)}
         metadata = {key.removeprefix(METADATA_PREFIX): value for key, value in properties.items()}
-        image_input = _single(path, "input", graph_inputs(model))
+        image_input = _single(path, "input", graph_values(model.graph.input))
         if image_input.type not in INPUT_TYPES:
             raise DataError(f"{path} takes {image_input.type}; an embedding model takes float or uint8 images")
         self._dtype = INPUT_TYPES[image_input.type]
         self.fixed_batch, size, self.channels_last = _layout(path, image_input.shape, metadata)
-        self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
+        self.preprocessing = (
+            Preprocessing(size, known.mean, known.std)
+            if known is not None
+            else _preprocessing(path, model, metadata, size, self._dtype)
+        )
         stated = metadata.get("precision")
         self.precision = stated if stated in PRECISIONS else PRECISIONS[0]
         self.batches: tuple[int, ...] = ()  # any
@@ -106,10 +114,12 @@ class OnnxEngine:
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
-        sizes: int | list[int] = self.fixed_batch or LARGEST_BATCH
-        if self.batches and not self.fixed_batch:
-            sizes = pieces(len(images_u8), self.batches)
-        chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), sizes)]
+        largest = self.fixed_batch or (self.batches or (LARGEST_BATCH,))[0]
+        at_once = max(NUMBERS_AT_ONCE // math.prod(self.preprocessing.shape) // largest, 1) * largest
+        chunks: list[np.ndarray] = []
+        for group in torch.split(images_u8.cpu(), at_once):
+            sizes = self.fixed_batch or (pieces(len(group), self.batches) if self.batches else len(group))
+            chunks += [self._run_chunk(values) for values in torch.split(self._values(group), sizes)]
         return torch.from_numpy(np.concatenate(chunks))
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -118,31 +128,33 @@ class OnnxEngine:
         picture = (*sides, channels) if self.channels_last else (channels, *sides)
         return tuple((batch, *picture) for batch in ([self.fixed_batch] if self.fixed_batch else self.batches))
 
-    def _run_chunk(self, images_u8: Tensor) -> np.ndarray:
-        count, batch = len(images_u8), self.fixed_batch or 0
+    def _run_chunk(self, values: Tensor) -> np.ndarray:
+        count, batch = len(values), self.fixed_batch or 0
         if count < batch:
-            images_u8 = torch.cat([images_u8, images_u8[-1:].expand(batch - count, -1, -1, -1)])
-        rows = self._answer(images_u8)
-        if rows.size != len(images_u8) * self.embedding_dim:
+            values = torch.cat([values, values[-1:].expand(batch - count, -1, -1, -1)])
+        rows = self._answer(values)
+        if rows.size != len(values) * self.embedding_dim:
             raise DataError(
-                f"{self._path} answers {rows.shape} for a batch of {len(images_u8)}; "
+                f"{self._path} answers {rows.shape} for a batch of {len(values)}; "
                 "it is no embedding model with a free batch"
             )
-        return rows.reshape(len(images_u8), -1)[:count].astype(np.float32)
+        return rows.reshape(len(values), -1)[:count].astype(np.float32)
 
-    def _answer(self, images_u8: Tensor) -> np.ndarray:
+    def _values(self, images_u8: Tensor) -> Tensor:
+        """What the model takes for (B, 3, H, W) uint8, perhaps as float32 where it takes other floats."""
         images = images_u8 if self._dtype is np.uint8 else self.preprocessing(images_u8)
-        if self.channels_last:
-            images = images.permute(0, 2, 3, 1)
-        values = np.ascontiguousarray(images.numpy(), dtype=self._dtype)
-        return run_session(self._path, self._session, [self._output], {self._input: values})[0]
+        return images.permute(0, 2, 3, 1) if self.channels_last else images
+
+    def _answer(self, values: Tensor) -> np.ndarray:
+        contiguous = np.ascontiguousarray(values.numpy(), dtype=self._dtype)
+        return run_session(self._path, self._session, [self._output], {self._input: contiguous})[0]
 
     def _probe(self) -> int:
         """D, from a run on black images; a model whose free batch turns out to be fixed is run image by image."""
         count = self.fixed_batch or (self.batches or (2,))[0]
         black = torch.zeros(count, *self.preprocessing.shape, dtype=torch.uint8)
         try:
-            answer = self._answer(black)
+            answer = self._answer(self._values(black))
             if answer.ndim == 0 or answer.shape[0] != count:
                 raise DataError(f"{self._path} answers {answer.shape} for a batch of {count}; it is no embedding")
         except DataError:
@@ -217,7 +229,7 @@ def _normalises(model: Any) -> bool:
 def _leading_arithmetic(model: Any) -> Iterator[tuple[str, float]]:
     """Yield (operator, constant) along the chain from the input, until it branches or does anything else."""
     constants = _constants(model)
-    value = next((entry.name for entry in graph_inputs(model)), "")
+    value = next((entry.name for entry in model.graph.input), "")
     while True:
         users = [node for node in model.graph.node if value in node.input]
         if len(users) != 1 or users[0].op_type not in ("Sub", "Add", "Mul", "Div", "Cast", "Transpose", "Identity"):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.embedding.onnx_folding import drop_spare_inputs, with_numbers
 from plsc.errors import DataError, first_line
 
 LOOPS = ("Loop", "Scan", "SequenceMap")
@@ -61,12 +62,6 @@ class GraphValue:
     shape: list[int | str | None]
 
 
-def graph_inputs(model: Any) -> list[GraphValue]:
-    """The inputs of an ``onnx.ModelProto``, without those that it holds the values of."""
-    held = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in graph_values(model.graph.input) if value.name not in held]
-
-
 def graph_values(values: Iterable[Any]) -> list[GraphValue]:
     """What an ``onnx.ModelProto`` says of inputs or outputs."""
     from onnx import TensorProto
@@ -75,18 +70,23 @@ def graph_values(values: Iterable[Any]) -> list[GraphValue]:
     for value in values:
         tensor = value.type.tensor_type
         shape = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in tensor.shape.dim]
-        kind = TensorProto.DataType.Name(tensor.elem_type).lower()
+        known = tensor.elem_type in TensorProto.DataType.values()  # those of later versions have no name here
+        kind = TensorProto.DataType.Name(tensor.elem_type).lower() if known else tensor.elem_type
         described.append(GraphValue(value.name, f"tensor({kind})", shape))
     return described
 
 
-def load_graph(path: Path, content: bytes, *, trusted: bool) -> Any:
-    """Parse the file's ``onnx.ModelProto``.
+def load_graph(path: Path, content: bytes, *, trusted: bool) -> tuple[Any, bytes]:
+    """Parse a file.
 
     Args:
         path: for messages.
         content: of the file.
         trusted: it may have loops, and sizes that the pictures' values decide.
+
+    Returns:
+        Its ``onnx.ModelProto`` without spare inputs, and the content of a file that computes the same, for a runtime:
+        without them, and with numbers for dequantised weights (:mod:`plsc.embedding.onnx_folding`).
 
     Raises:
         DataError: it is cut, no ONNX file, holds no graph, has its weights in other files, or what ``trusted`` allows.
@@ -101,7 +101,9 @@ def load_graph(path: Path, content: bytes, *, trusted: bool) -> Any:
         raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
     for fault in _faults(model, trusted=trusted or os.environ.get(LOOPS_ALLOWED) == "1"):
         raise DataError(f"{path} {fault}")
-    return model
+    dropped = drop_spare_inputs(model)
+    runnable = with_numbers(model, len(content))
+    return model, runnable.SerializeToString() if dropped or runnable is not model else content
 
 
 def _faults(model: Any, *, trusted: bool) -> Iterator[str]:

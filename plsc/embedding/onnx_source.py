@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_deployment import FP16, FP32, INT8
 from plsc.embedding.onnx_engine import METADATA_PREFIX, OnnxEngine
-from plsc.embedding.onnx_model import graph_inputs, load_graph
+from plsc.embedding.onnx_model import graph_values, load_graph
 from plsc.errors import DataError, UsageError, first_line
 from plsc.models.trial import pieces
-from plsc.signing import MODEL, is_asked_for, read_signed
+from plsc.signing import is_asked_for
 
 # Operator sets: from 7 on, Sub and Div broadcast; from 13 on, DequantizeLinear takes a scale for each channel.
 OLDEST_OPSETS = {FP32: 7, FP16: 7, INT8: 13}
-OLDEST_IR = 8  # of the file format: before 4, weights had to be inputs too; 8 is that of operator set 13 and later
+OLDEST_IR = 8  # of the file format: that of operator set 13 and later
 _INTEGERS = re.compile(r"(Dynamic)?QuantizeLinear|DequantizeLinear|QLinear\w+|(Conv|MatMul)Integer|QGemm")
 
 
@@ -34,7 +35,7 @@ class OnnxSource:
     Attributes:
         path: of the file.
         engine: that runs it, on the CPU.
-        model: its ``onnx.ModelProto``, as it was read.
+        model: its ``onnx.ModelProto``, as a runtime is given it.
     """
 
     path: Path
@@ -57,7 +58,7 @@ class OnnxSource:
 
         model = ModelProto()
         model.CopyFrom(self.model)
-        _hold_weights(model)
+        model.ir_version = max(model.ir_version, OLDEST_IR)
         model = _in_opset(model, OLDEST_OPSETS[precision])
         if precision == INT8:
             model = _folded(model)
@@ -81,9 +82,12 @@ def open_source(path: Path) -> OnnxSource:
         UsageError: its input is not float32 (B, 3, H, W), or it is in a lower precision already.
         DataError, IntegrityError: as :class:`plsc.embedding.onnx_engine.OnnxEngine`.
     """
-    model = load_graph(path, read_signed(path, MODEL), trusted=is_asked_for())
+    from onnx import load_from_string
+
+    content, known = read_model(path)
+    model = load_from_string(load_graph(path, content, trusted=is_asked_for() or known is not None)[1])
     engine = OnnxEngine(path, torch.device("cpu"))
-    (given,) = graph_inputs(model)
+    (given,) = graph_values(model.graph.input)
     if given.type != "tensor(float)" or engine.channels_last:
         shape = ", ".join(str(dim or "?") for dim in given.shape)
         raise UsageError(f"{path} takes {given.type} ({shape}); give a file that takes float32 (B, 3, H, W)")
@@ -102,15 +106,6 @@ def _lower_precision(model: Any) -> str:
     constants = (attribute.t for node in model.graph.node for attribute in node.attribute if attribute.HasField("t"))
     types = {tensor.data_type for tensor in (*model.graph.initializer, *constants)}
     return FP16 if types & {TensorProto.FLOAT16, TensorProto.BFLOAT16} else FP32
-
-
-def _hold_weights(model: Any) -> None:
-    """Take weights that the file holds off the list of inputs, which they had to be on until 2019."""
-    (given,) = graph_inputs(model)
-    inputs = [value for value in model.graph.input if value.name == given.name]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
-    model.ir_version = max(model.ir_version, OLDEST_IR)
 
 
 def _in_opset(model: Any, oldest: int) -> Any:

@@ -148,13 +148,12 @@ def _unsearchable(vectors: Float32) -> dict[int, str]:
 
 
 def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder":
-    from plsc.embedding.embedder import open_embedder
-    from plsc.models.timm_weights import is_hub_id
+    from plsc.embedding.embedder import is_named_model, open_embedder
 
     remembered = index.manifest["model"]
     if model is None and remembered is None:
         raise UsageError(f"{index.folder} does not know its model; name it with --model")
-    if model is None and not (is_hub_id(remembered) or Path(remembered).exists()):
+    if model is None and not (is_named_model(remembered) or Path(remembered).exists()):
         raise UsageError(f"the model of {index.folder}, {remembered}, is not there any more; name it with --model")
     return open_embedder(remembered if model is None else model, best=best)
 

@@ -63,7 +63,7 @@ SETTINGS = {
     "gallery_pictures.md": Setting(files="gallery/"),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(
-        files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
+        files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors portrait.jpg",
         names={"image": torch.from_numpy(np.array(page_files.photo(1))).permute(2, 0, 1)},
         replaced={"--fmr 1e-4": "--fmr 1e-1"},  # which takes 100,000 pairs
     ),

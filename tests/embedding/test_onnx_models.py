@@ -134,10 +134,11 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
     ("options", "message"),
     [
         ({"outputs": ("y", "z")}, r"has 2 outputs \(y, z\); an embedding model has one input and one output"),
-        ({"inputs": ("x", "mask")}, r"has 2 inputs \(x, mask\)"),
+        ({"inputs": ("x", "mask"), "outputs": ("y", "mask")}, r"has 2 inputs \(x, mask\)"),
         ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
         ({"shape": ["N", 3, 32]}, "not a batch of images"),
         ({"dtype": TensorProto.INT64}, "takes tensor.int64."),
+        ({"dtype": 33}, "takes tensor.33."),
     ],
 )
 def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(options, message, tmp_path):
@@ -145,7 +146,7 @@ def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(options, message
     if options.get("dtype") or len(options.get("shape", [0] * 4)) == 3:
         nodes = [helper.make_node("Cast", ["x"], ["y"], to=FLOAT)]
     else:
-        nodes = [mean_node(output) for output in outputs]
+        nodes = [mean_node(output) for output in outputs if output != "mask"]
     path = write(tmp_path / "m.onnx", nodes, **{"shape": ["N", 3, 32, 32], **options})
     with pytest.raises(DataError, match=message) as caught:
         open_embedder(path, device=CPU)

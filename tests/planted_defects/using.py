@@ -521,6 +521,27 @@ USING = (
         ("tests/embedding/test_onnx_deployment.py",),
     ),
     Defect(
+        "an input that a branch alone takes is dropped",
+        "plsc/embedding/onnx_folding.py",
+        "                yield from _used(inner)\n",
+        "                yield from (value.name for value in inner.output)\n",
+        ("tests/embedding/test_strangers_onnx.py",),
+    ),
+    Defect(
+        "weights in blocks lose their zero points",
+        "plsc/embedding/onnx_folding.py",
+        "            difference -= each\n",
+        "            difference -= 0 * each\n",
+        ("tests/embedding/test_strangers_onnx.py",),
+    ),
+    Defect(
+        "a known file is normalised as a stranger's",
+        "plsc/embedding/onnx_engine.py",
+        "Preprocessing(size, known.mean, known.std)",
+        "Preprocessing(size)",
+        ("tests/embedding/test_known_models.py",),
+    ),
+    Defect(
         "a deleted face keeps its vector in the second space",
         "plsc/gallery/sqlite/rows.py",
         'for space in self._spaces():\n            self._write_tombstones("f.id = ?", faces, space)',
