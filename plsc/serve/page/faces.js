@@ -19,7 +19,7 @@ export class FacesPicture {
     host.append(this.frame, this.list);
   }
 
-  /** Show `faces` of `file`, each as `label(face)` has it: {name, note, known}; `chosen` is one of them, or null. */
+  /** Show `faces` of `file`, each as `label(face)` has it: {name, note, known}, where the name may be empty; `chosen` is one of them, or null. */
   show(file, faces, label, chosen) {
     this.load(file);
     const focused = this.list.contains(document.activeElement);
@@ -55,7 +55,7 @@ export class FacesPicture {
   }
 
   row(face, { name, note, known }, chosen) {
-    const words = [element("span", { class: "place" }, String(face.number)), isolated(name, { class: known ? "known" : null }), element("span", { class: "facts" }, note)];
+    const words = [element("span", { class: "place" }, name === "" ? `Face ${face.number}` : String(face.number)), isolated(name, { class: known ? "known" : null }), element("span", { class: "facts" }, note)];
     return element("li", {}, element("button", { type: "button", class: "plain", "aria-pressed": String(chosen), onclick: () => this.choose(face) }, ...words));
   }
 }
@@ -92,7 +92,7 @@ function askWhich(file, faces) {
   };
   byId("which-text").textContent = `${fileName(file)} shows ${faces.length} faces. Choose the one that is meant.`;
   byId("which-cancel").onclick = () => dialog.close();
-  asking.show(file, faces, (face) => ({ name: `Face ${face.number}`, note: "", known: false }), null);
+  asking.show(file, faces, () => ({ name: "", note: "", known: false }), null);
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.onclose = () => {
