@@ -16,8 +16,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -25,10 +25,12 @@ from plsc.arguments import as_integer, as_number
 from plsc.client_values import (
     Collection,
     Comparison,
+    DetectedFace,
     Filter,
     Input,
     Known,
     Match,
+    Matches,
     NewPerson,
     Person,
     Picture,
@@ -37,8 +39,9 @@ from plsc.client_values import (
     input_as_json,
     inputs_as_json,
     person_as_json,
+    read_faces,
     read_known,
-    read_match,
+    read_matches,
     read_person,
 )
 from plsc.errors import DataError, PlscError, UsageError, masked, quoted
@@ -53,10 +56,12 @@ __all__ = [
     "Client",
     "Collection",
     "Comparison",
+    "DetectedFace",
     "Filter",
     "Input",
     "Known",
     "Match",
+    "Matches",
     "NewPerson",
     "Person",
     "Picture",
@@ -77,12 +82,20 @@ _KEY = "Idempotency-Key"
 class ServerError(PlscError):
     """An error response of the server, or none: ``status`` is HTTP's, 0 without an answer; ``code`` as in the docs.
 
-    ``known`` is who was enrolled already, where ``on_known="refuse"`` refused an enrolment (409).
+    ``known`` is who was enrolled already, where ``on_known="refuse"`` refused an enrolment (409). ``faces`` are those
+    of pictures of which an enrolment has to say which face is meant (422), by the input's name, such as "faces[0]".
     """
 
-    def __init__(self, status: int, code: str, message: str, known: Known | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        known: Known | None = None,
+        faces: Mapping[str, Sequence[DetectedFace]] = MappingProxyType({}),
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.known = status, code, known
+        self.status, self.code, self.known, self.faces = status, code, known, faces
 
 
 class Client:
@@ -284,10 +297,15 @@ class Client:
         threshold: float | None = None,
         filter: Filter | None = None,
         deadline_ms: int | None = None,
-    ) -> list[Match]:
-        """Persons most like ``query``, best first; with ``threshold`` only matches with at least this score."""
-        found = self.search_many(collection, [query], k=k, threshold=threshold, filter=filter, deadline_ms=deadline_ms)
-        return found[0]
+        faces: Literal["largest", "all"] = "largest",
+    ) -> Matches:
+        """Persons most like ``query``, best first; with ``threshold`` only matches with at least this score.
+
+        Of a picture with several faces they are of the largest, unless a :class:`Picture` names another. With
+        ``faces="all"`` its attribute ``faces`` has every face, at most 64, with matches of its own.
+        """
+        options: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
+        return self.search_many(collection, [query], **options, faces=faces)[0]
 
     def search_many(
         self,
@@ -298,13 +316,20 @@ class Client:
         threshold: float | None = None,
         filter: Filter | None = None,
         deadline_ms: int | None = None,
-    ) -> list[list[Match]]:
-        """The matches of each of ``queries``, in one request."""
+        faces: Literal["largest", "all"] = "largest",
+    ) -> list[Matches]:
+        """The matches of each of ``queries``, in one request; with ``faces="all"`` of at most four pictures."""
         options: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
+        options["faces"] = None if faces == "largest" else faces
         body = {key: value for key, value in options.items() if value is not None}
         body["queries"] = inputs_as_json("queries", queries)
         results = self._request("POST", f"{_path(collection)}/search", body, repeatable=True)["results"]
-        return [[read_match(match) for match in result["matches"]] for result in results]
+        return [read_matches(result) for result in results]
+
+    def detect(self, picture: Input) -> list[DetectedFace]:
+        """The faces that the server's detector finds in a picture, the largest first, at most 64."""
+        (found,) = self._request("POST", "/v1/detect", {"inputs": [input_as_json(picture)]}, repeatable=True)["results"]
+        return read_faces(found)
 
     def compare(self, a: Input, b: Input) -> Comparison:
         """Cosine of two inputs, and whether it reaches the server's threshold."""
@@ -471,9 +496,13 @@ def _content(answer: Any) -> Any:
         body = answer.json()
         code, message = str(body["error"]["code"]), str(body["error"]["message"])
         known = read_known(body)
+        faces: dict[str, list[DetectedFace]] = {}
+        for face, entry in zip(read_faces(body), body.get("faces", ()), strict=True):
+            faces.setdefault(entry["input"], []).append(face)
     except (ValueError, KeyError, TypeError):
         code, message, known = "internal", f"the server answered {answer.status_code} without saying why", None
-    raise ServerError(answer.status_code, code, message, known)
+        faces = {}
+    raise ServerError(answer.status_code, code, message, known, faces)
 
 
 def _pause(retry_after: str) -> float:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -30,11 +30,14 @@ class Picture:
 
     Points are in the picture as it is seen, turned by its EXIF. ``image`` is whatever picture a :class:`Client` takes.
     ``key`` is your own name of a face that is enrolled, unique among the person's: 1 to 64 printable ASCII characters.
+    ``face`` says which of several is meant, where the server has a detector: its number in :meth:`Client.detect`'s
+    list, from 1, or "largest".
     """
 
     image: str | Path | bytes | Image | NDArray[np.uint8]
     landmarks: Sequence[Sequence[float]] | None = None
     key: str | None = None
+    face: int | Literal["largest"] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,41 @@ class Match:
 
 
 @dataclass(frozen=True)
+class DetectedFace:
+    """A face that the server's detector found in a picture.
+
+    Attributes:
+        number: among the picture's faces, the largest being 1.
+        box: left, top, right and bottom, in pixels of the picture as it is shown, turned by its EXIF.
+        landmarks: five points (x, y), likewise; what :class:`Picture` takes.
+        score: 0 to 1, the detector's confidence.
+        quality: of the aligned crop, by what measured it (of :meth:`Client.detect`).
+        matches: best first (of a search for all faces).
+    """
+
+    number: int
+    box: Sequence[float]
+    landmarks: Sequence[Sequence[float]]
+    score: float
+    quality: Mapping[str, float] = field(default_factory=dict)
+    matches: Sequence[Match] = ()
+
+
+class Matches(list[Match]):
+    """The matches of a query, best first.
+
+    Attributes:
+        faces_found: in the query's picture; None where no detector looked.
+        box: of the face that they are of, as a :class:`DetectedFace` has it; None where no detector looked.
+        faces: each with matches of its own, the largest first, of a search for all.
+    """
+
+    faces_found: int | None = None
+    box: Sequence[float] | None = None
+    faces: Sequence[DetectedFace] = ()
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The cosine of two inputs; ``warnings`` are the server's about pictures that seem to be no aligned crops."""
 
@@ -144,8 +182,9 @@ def input_as_json(item: Input) -> dict[str, Any]:
         picture = _picture(item.image)
         if picture is None:
             raise UsageError(f"a Picture's image is a path, bytes or an image, not {_described(item.image)}")
-        key = {} if item.key is None else {"key": item.key}
-        return {"image": base64.b64encode(picture).decode(), **_landmarks(item), **key}
+        given = {"key": item.key, "face": item.face}
+        told = {name: value for name, value in given.items() if value is not None}
+        return {"image": base64.b64encode(picture).decode(), **_landmarks(item), **told}
     picture = _picture(item)
     if picture is not None:
         return {"image": base64.b64encode(picture).decode()}
@@ -239,6 +278,28 @@ def read_known(view: Mapping[str, Any]) -> Known | None:
     return None if known is None else Known(**known)
 
 
-def read_match(view: Mapping[str, Any]) -> Match:
-    """The match that JSON of the service describes."""
+def read_matches(view: Mapping[str, Any]) -> Matches:
+    """The matches of one query that JSON of the service describes."""
+    found = Matches(map(_read_match, view["matches"]))
+    found.faces_found, found.box = view.get("faces_found"), view.get("box")
+    found.faces = read_faces(view)
+    return found
+
+
+def read_faces(view: Mapping[str, Any]) -> list[DetectedFace]:
+    """The faces that JSON of the service lists, or that its error does."""
+    return [
+        DetectedFace(
+            face["number"],
+            face["box"],
+            face["landmarks"],
+            face["score"],
+            face.get("quality", {}),
+            [_read_match(match) for match in face.get("matches", ())],
+        )
+        for face in view.get("faces", ())
+    ]
+
+
+def _read_match(view: Mapping[str, Any]) -> Match:
     return Match(read_person(view["person"]), view["face"], view["score"], view["same_person"])

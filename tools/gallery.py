@@ -143,6 +143,8 @@ def _configure_enrol(actions: Any) -> None:
     add("--on-known", choices=("ask", "skip", "add", "enrol"), help=text)
     parallel = number(int, lambda value: 1 <= value <= MAX_PARALLEL, f"it lies between 1 and {MAX_PARALLEL}")
     add("--parallel", type=parallel, default=4, metavar="N", help="people at a time (4)")
+    text = "of a picture that shows several: the person's is the largest, or all are (largest)"
+    add("--faces", choices=("largest", "all"), default="largest", help=text)
 
 
 def _opened(args: argparse.Namespace, *, create: bool = False) -> AbstractContextManager[Store]:
@@ -341,7 +343,7 @@ def _enrol(args: argparse.Namespace) -> dict[str, Any]:
     if on_known is None:
         on_known = "ask" if sys.stdin.isatty() else "skip"
     with Client(args.url, token_from(args.token_file)) as client:
-        return enrol_folder(client, args.folder, args.collection, on_known, args.parallel)
+        return enrol_folder(client, args.folder, args.collection, on_known, args.parallel, args.faces == "all")
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ of another (:mod:`plsc.embedding.known_models`), ``onnx:FILE`` is a file with th
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ class Face:
         box: float32 (4,): left, top, right, bottom; clipped to the picture.
         score: 0 to 1, the detector's confidence.
         landmarks: float32 (5, 2), see :mod:`plsc.data.alignment`.
+        number: its place among the picture's faces, the largest first, from 1; 0 where it was given none.
     """
 
     box: Float32
     score: float
     landmarks: Float32
+    number: int = 0
 
     @property
     def area(self) -> float:
@@ -67,12 +69,16 @@ class Detector(ABC):
             raise UsageError(f"faces are looked for in uint8 (3, H, W), not in {image.dtype} {tuple(image.shape)}")
         return self.find(image)
 
-    def main_face(self, image: torch.Tensor, name: str = "image") -> Face:
-        """The largest face in ``image``; :class:`DataError`, naming ``name``, if there is none."""
-        faces = self.faces(image)
+    def numbered(self, image: torch.Tensor, name: str = "image") -> list[Face]:
+        """:meth:`faces` with their numbers, the largest first; :class:`DataError`, naming ``name``, without any."""
+        faces = sorted(self.faces(image), key=lambda face: -face.area)
         if not faces:
             raise DataError(f"{name}: no face was found")
-        return max(faces, key=lambda face: face.area)
+        return [replace(face, number=number) for number, face in enumerate(faces, 1)]
+
+    def main_face(self, image: torch.Tensor, name: str = "image") -> Face:
+        """The largest face in ``image``; :class:`DataError`, naming ``name``, if there is none."""
+        return self.numbered(image, name)[0]
 
     def aligned(self, image: torch.Tensor, image_size: int, name: str = "image") -> torch.Tensor:
         """:meth:`main_face`, aligned: uint8 (3, image_size, image_size); :class:`DataError` when there is none."""

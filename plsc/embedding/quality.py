@@ -59,6 +59,8 @@ class EmbeddingNorm(QualityGate):
         return float(np.linalg.norm(embedding.astype(np.float64)))
 
 
+MEASURES: Mapping[str, QualityGate] = {"sharpness": Sharpness(0), "norm": EmbeddingNorm(0)}  # what any face is told of
+
 QUALITY_GATES: Registry[type[QualityGate]] = Registry(
     "plsc.quality_gates",
     {"sharpness": Sharpness, "norm": EmbeddingNorm},

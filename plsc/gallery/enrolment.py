@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from plsc.client import Client, ServerError
 from plsc.client_values import Collection, Known, NewPerson, Person, Picture
@@ -52,6 +52,7 @@ class Outcome:
         faces: how many this call added.
         known: who was enrolled already, and how much alike.
         left_out: pictures that were not used, and why.
+        several: of pictures with several faces, how many they show.
         why: the folder failed.
     """
 
@@ -61,6 +62,7 @@ class Outcome:
     faces: int = 0
     known: Known | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    several: dict[str, int] = field(default_factory=dict)
     why: str | None = None
 
 
@@ -69,9 +71,15 @@ class Enrolment:
 
     Args:
         info: the service's answer to ``GET /v1/info``.
+        every_face: of a picture is the person's; else the largest alone.
     """
 
-    def __init__(self, client: Client, collection: Collection, folder: Path, info: Mapping[str, Any]) -> None:
+    def __init__(
+        self, client: Client, collection: Collection, folder: Path, info: Mapping[str, Any], every_face: bool = False
+    ) -> None:
+        if every_face and not info["detector"]:
+            raise UsageError("--faces all: the service looks for no faces; start it with --detector")
+        self._every_face = every_face
         self._client, self._collection = client, collection.name
         self._folder, self._below = folder, folder.resolve()
         self._most = int(info["limits"]["inputs"])
@@ -126,9 +134,9 @@ class Enrolment:
         """True if a person, whose faces without keys cannot be told, has as many faces as there are pictures."""
         return not self._knows_faces and not there.keys and len(there.ids) >= len(pictures)
 
-    def _batches(self, pictures: Sequence[str], outcome: Outcome, there: "_Faces") -> Iterator[dict[str, bytes]]:
+    def _batches(self, pictures: Sequence[str], outcome: Outcome, there: "_Faces") -> Iterator[dict[str, Picture]]:
         """The pictures by path that the person has no face of, as many at a time as a request may hold."""
-        batch: dict[str, bytes] = {}
+        batch: dict[str, Picture] = {}
         first: dict[str, str] = {}  # the path of each picture, by its key
         for path in pictures:
             try:
@@ -140,36 +148,58 @@ class Enrolment:
             if same != path:
                 outcome.left_out[path] = f"it is the same picture as {same}"
                 continue
-            if picture_key(data) in there.keys:
-                continue
-            if len(data) > self._most_bytes:
-                outcome.left_out[path] = f"it has {len(data):,} bytes, more than a request may have"
-                continue
-            if batch and (len(batch) == self._most or sum(map(len, batch.values())) + len(data) > self._most_bytes):
-                yield batch
-                batch = {}
-            batch[path] = data
+            for name, picture in self._faces_of(path, data, outcome).items():
+                if picture.key in there.keys:
+                    continue
+                if len(data) > self._most_bytes:
+                    outcome.left_out[path] = f"it has {len(data):,} bytes, more than a request may have"
+                    break
+                if batch and (len(batch) == self._most or _size(batch) + len(data) > self._most_bytes):
+                    yield batch
+                    batch = {}
+                batch[name] = picture
         if batch:
             yield batch
 
-    def _send(self, batch: dict[str, bytes], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:
+    def _faces_of(self, path: str, data: bytes, outcome: Outcome) -> dict[str, Picture]:
+        """What is sent of a picture, by name: itself, or each of its faces, whose numbers from 2 on are in the key."""
+        count = 1
+        if self._every_face:
+            try:
+                count = len(self._client.detect(data))
+            except ServerError as error:
+                if error.status not in _OF_PICTURES:  # of which the enrolment says what is wrong
+                    raise
+        whole = Picture(data, key=picture_key(data))
+        if count == 1:
+            return {path: whole}
+        outcome.several[path] = count
+        others = {f"{path}#{n}": Picture(data, key=f"{whole.key}#{n}", face=n) for n in range(2, count + 1)}
+        return {path: replace(whole, face=1), **others}
+
+    def _send(self, batch: dict[str, Picture], outcome: Outcome, there: "_Faces", on_known: OnKnown) -> None:
         """Send a batch; again with JPEG for a format that the service refuses, or without what it cannot use."""
-        converted: dict[str, bytes] = {}
+        converted: set[str] = set()
         while batch:
             try:
-                faces = {
-                    path: Picture(converted.get(path, data), key=picture_key(data)) for path, data in batch.items()
-                }
-                self._send_once(faces, outcome, there, on_known)
+                self._send_once(batch, outcome, there, on_known)
                 return
             except ServerError as error:
+                for name, faces in error.faces.items():
+                    path = list(batch)[int(name[len("faces[") : -1])]
+                    outcome.several[path] = len(faces)
+                    batch[path] = replace(batch[path], face="largest")
+                if error.faces:
+                    continue
                 found = _NAMED.match(str(error)) if error.status in _OF_PICTURES else None
                 if found is None or int(found[1]) >= len(batch):
                     raise
                 path = list(batch)[int(found[1])]
                 if error.status == _UNSUPPORTED_TYPE and path not in converted:
                     with suppress(DataError):  # what the service says of it is said below
-                        converted[path] = encode_image(decode_image(batch[path], path), "jpeg")
+                        converted.add(path)
+                        image = encode_image(decode_image(cast("bytes", batch[path].image), path), "jpeg")
+                        batch[path] = replace(batch[path], image=image)
                         continue
                 outcome.left_out[path] = str(error).removeprefix(found[0]).lstrip(": ")
                 del batch[path]
@@ -215,6 +245,10 @@ class _Faces:
         self.keys |= set(person.keys.values())
 
 
+def _size(batch: Mapping[str, Picture]) -> int:
+    return sum(len(cast("bytes", picture.image)) for picture in batch.values())
+
+
 def picture_key(data: bytes) -> str:
     """The key of a picture's face: the first half of the SHA-256 of the file, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()[:32]
@@ -237,13 +271,19 @@ def _folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def enrol_folder(
-    client: Client, folder: Path, collection: str, on_known: OnKnown | Literal["ask"], parallel: int
+    client: Client,
+    folder: Path,
+    collection: str,
+    on_known: OnKnown | Literal["ask"],
+    parallel: int,
+    every_face: bool = False,
 ) -> dict[str, Any]:
     """Enrol a person for each sub-folder of ``folder``, print what becomes of them, and return the report.
 
     Args:
         collection: is made if there is none.
         on_known: "ask" asks on the terminal, once all others are enrolled.
+        every_face: as :class:`Enrolment` takes it.
     """
     people, empty = _folders(folder)
     info = client.info()
@@ -253,7 +293,7 @@ def enrol_folder(
         if error.status != 404:
             raise
         found = client.create_collection(collection)
-    enrolment = Enrolment(client, found, folder, info)
+    enrolment = Enrolment(client, found, folder, info, every_face)
     report = _Report(len(people))
     report.stopped = _run(enrolment, people, "skip" if on_known == "ask" else on_known, parallel, report)
     if on_known == "ask" and report.stopped is None:
@@ -298,6 +338,8 @@ class _Report:
         self.outcomes[outcome.folder] = outcome
         for path, why in outcome.left_out.items():
             show(f"{path}: left out: {why}")
+        for path, count in outcome.several.items():
+            show(f"{path}: it shows {count} faces")
         if outcome.known is not None:
             show(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}")
         if outcome.why is not None:
@@ -314,10 +356,12 @@ class _Report:
             **{str(status): counts[status] for status in STATUSES},
             "faces": sum(outcome.faces for outcome in self.outcomes.values()),
             "left_out": sum(len(outcome.left_out) for outcome in self.outcomes.values()),
+            "several": sum(len(outcome.several) for outcome in self.outcomes.values()),
         }
         told = ", ".join(f"{counts[status]:,} {text}" for status, text in STATUSES.items() if counts[status])
         pictures = f"{counted(totals['faces'], 'face')} enrolled, {counted(totals['left_out'], 'picture')} left out"
-        show(f"{told or 'nobody enrolled'}; {pictures}")
+        several = f", {counted(totals['several'], 'picture')} with several faces" if totals["several"] else ""
+        show(f"{told or 'nobody enrolled'}; {pictures}{several}")
         if self.stopped is not None:
             show(f"stopped: {self.stopped}; the same command goes on from here")
         people = [asdict(outcome) for outcome in self.in_order()]

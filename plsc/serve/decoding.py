@@ -13,23 +13,27 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BufferedReader
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.embedding.detector import Detector
+from plsc.embedding.detector import Detector, Face
 from plsc.errors import DataError, UsageError
 from plsc.image_files import SUFFIXES, PixelLimits, Shrunk, TooLargeError, suffix_of, unread_formats
 from plsc.models.preprocessing import Preprocessing, check_square, picture_warnings, resize_image
-from plsc.progress import note
+from plsc.progress import counted, note
 from plsc.serve.decode_process import ANSWER, FORMATS, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
 from plsc.serve.limits import Clock
 from plsc.serve.settings import Limits
 from plsc.serve.workers import Workers, call_in
+
+FaceChoice = int | Literal["largest", "all"] | None  # by number; None: the largest, unless the caller is asked
+MOST_FACES = 64  # of a picture that are told of, or searched
 
 _FORMATS = {SUFFIXES[kind][0]: kind for kind in FORMATS}
 
@@ -177,14 +181,31 @@ class DecodeProcess:
 
 
 class DecodedImage(NamedTuple):
-    """An image as the model expects it: uint8 (3, H, W), and warnings about it, a line each."""
+    """An image as the model expects it, and what a detector found in it.
+
+    Attributes:
+        pixels: uint8 (n, 3, H, W): one image, or that of each face where all are wanted.
+        warnings: about it, a line each.
+        taken: the faces that ``pixels`` show, in pixels of the file's picture; empty where no detector looked.
+        faces: the first :data:`MOST_FACES` of those that were found, likewise.
+        found: how many there are.
+    """
 
     pixels: torch.Tensor
     warnings: Sequence[str]
+    taken: Sequence[Face] = ()
+    faces: Sequence[Face] = ()
+    found: int = 0
 
 
 def decode(
-    process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
+    process: DecodeProcess,
+    data: bytes,
+    name: str,
+    contract: Preprocessing,
+    landmarks: Any,
+    detector: Detector | None,
+    choice: FaceChoice = None,
 ) -> DecodedImage:
     """Decode a JPEG, PNG, WEBP, AVIF or HEIC file as the model expects it.
 
@@ -194,9 +215,10 @@ def decode(
         landmarks: (5, 2) points to align by, in pixels of the file's picture; without them ``detector`` finds the main
             face, and without that the image is taken as an aligned crop and resized, with warnings where it does not
             look like one.
+        choice: which of several faces is meant.
 
     Raises:
-        ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
+        ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no such face.
     """
     check_format(data, name)
     size = contract.image_size
@@ -206,9 +228,12 @@ def decode(
         if landmarks is not None:
             # A pixel stands for divisor x divisor of the file's, around their middle.
             points = (np.asarray(landmarks) + shift + 0.5) / divisor - 0.5
-            return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name), ())
+            return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name)[None], ())
         if detector is not None:
-            return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())
+            faces = detector.numbered(image, name)
+            crops, taken = _crops(image, faces, choice, check_square(size, "aligning faces"), name)
+            told, shown = ([_in_file(face, divisor, shift) for face in some] for some in (taken, faces[:MOST_FACES]))
+            return DecodedImage(crops, (), told, shown, len(faces))
     except TooLargeError as error:
         raise ApiError(413, f"{error}, send a JPEG, or raise --max-megapixels of the service") from None
     except (DataError, UsageError) as error:
@@ -216,7 +241,36 @@ def decode(
     found = picture_warnings(image, size)
     shrunk = f" (decoded at 1/{divisor})" if divisor > 1 else ""
     warnings = [f"{name}: {warning.message}{shrunk}; give an aligned crop" for warning in found]
-    return DecodedImage(resize_image(image, size, contract.interpolation), warnings)
+    return DecodedImage(resize_image(image, size, contract.interpolation)[None], warnings)
+
+
+def _crops(
+    image: torch.Tensor, faces: Sequence[Face], choice: FaceChoice, size: int, name: str
+) -> tuple[torch.Tensor, list[Face]]:
+    """The crops (n, 3, size, size) of the chosen ones of numbered ``faces``, and those.
+
+    Of all, those are left out whose landmarks form no face; :class:`DataError` where none is left.
+    """
+    if choice == "all":
+        crops = {}
+        for face in faces[:MOST_FACES]:
+            with contextlib.suppress(DataError):
+                crops[face] = align_face(image, face.landmarks, size, name)
+        if crops:
+            return torch.stack(list(crops.values())), list(crops)
+        choice = 1  # whose error says why
+    number = choice if isinstance(choice, int) else 1
+    if number > len(faces):
+        raise DataError(f"{name} shows {counted(len(faces), 'face')}, and none is number {number}; the largest is 1")
+    face = faces[number - 1]
+    return align_face(image, face.landmarks, size, name)[None], [face]
+
+
+def _in_file(face: Face, divisor: int, shift: tuple[int, int]) -> Face:
+    """A face in a picture that was decoded at a part of its size, in pixels of the file's."""
+    offset = np.array(shift, np.float32)
+    box = np.maximum(face.box * divisor - np.tile(offset, 2), 0)
+    return replace(face, box=box, landmarks=(face.landmarks + 0.5) * divisor - 0.5 - offset)
 
 
 def check_format(data: bytes, name: str) -> None:

@@ -22,6 +22,7 @@ from plsc.gallery.values import NewPerson, Person
 from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.changes import Claim
 from plsc.serve.errors import ApiError, KnownPerson
+from plsc.serve.faces import refuse_several
 from plsc.serve.schemas import Input, PersonBody, PersonPut
 from plsc.serve.searching import Search
 from plsc.serve.service import Embedded, Service, Spaces
@@ -112,7 +113,8 @@ async def embed_persons(
     """The persons with the vectors of their inputs, all embedded together; their faces' crops; and warnings."""
     names = _group_names(len(persons), several)
     faces = [(name, person.faces) for name, person in zip(names, persons, strict=True)]
-    vectors, warnings, crops, others = await embed_groups(service, spaces, faces)
+    embedded = await embed_groups(service, spaces, faces, ask=True)
+    vectors, others = embedded.vectors, embedded.others
     counts = [len(person.faces) for person in persons]
     ends = np.cumsum(counts)
     new = [
@@ -127,16 +129,23 @@ async def embed_persons(
         )
         for count, end, person in zip(counts, ends, persons, strict=True)
     ]
-    rest = iter(crops)
-    return new, [list(islice(rest, count)) for count in counts], warnings
+    rest = iter(embedded.crops)
+    return new, [list(islice(rest, count)) for count in counts], embedded.warnings
 
 
-async def embed_groups(service: Service, spaces: Spaces, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
-    """Embed the inputs of named groups together, by the models of a collection's spaces."""
+async def embed_groups(
+    service: Service, spaces: Spaces, groups: Sequence[tuple[str, Sequence[Input]]], *, ask: bool = False
+) -> Embedded:
+    """Embed the inputs of named groups together, by the models of a collection's spaces.
+
+    With ``ask``, a picture of several faces has to say which is meant; else it is the largest.
+    """
     inputs = [item for _, faces in groups for item in faces]
     names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
     service.check_inputs(len(inputs))
     embedded = await service.vectors(inputs, names, service.deadline(None), spaces.contracts)
+    if ask:
+        refuse_several(inputs, names, embedded.pictures)
     if service.settings.quality_gates:
         await asyncio.to_thread(_check_quality, service.settings.quality_gates, names, embedded)
     return embedded

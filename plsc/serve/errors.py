@@ -114,11 +114,31 @@ class KnownPerson(BaseModel):
     score: float
 
 
+class SeenFace(BaseModel):
+    """A face that the detector found: its number among the picture's, of which the largest is 1.
+
+    ``box`` is left, top, right, bottom, and ``landmarks`` are five points (x, y): in pixels of the picture as it is
+    shown, turned by its EXIF.
+    """
+
+    number: int
+    box: list[float]
+    landmarks: list[list[float]]
+    score: float
+
+
+class InputFace(SeenFace):
+    """A face of the input of this name."""
+
+    input: str
+
+
 class ErrorBody(BaseModel):
     """The body of every error outside /v2."""
 
     error: ErrorDetail
     known: KnownPerson | None = Field(None, description="Only where on_known=refuse refused an enrolment")
+    faces: list[InputFace] | None = Field(None, description="Only where an enrolment has to say which face is meant")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -39,7 +39,7 @@ _WIDE_BYTES = 12 << 20
 # The bytes decide which it is.
 PICTURE_TYPES = ("image/jpeg", "image/png", "image/webp", "image/avif", "image/heic", "image/heif")
 FORM_TYPE = "multipart/form-data"
-_LANDMARKS = "landmarks"
+_LANDMARKS, _FACE = "landmarks", "face"
 _MAX_TEXTS = 32
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
@@ -189,6 +189,7 @@ class Upload:
         several: dict[str, Any] = {
             "image": {"type": "array", "items": _FILE},
             _LANDMARKS: {"type": "array", "items": _TEXT, "description": "JSON, of each image in turn"},
+            _FACE: {"type": "array", "items": _TEXT, "description": "A number or `largest`, for all or each in turn"},
         }
         texts: dict[str, Any] = {
             name: {**_TEXT, "description": "JSON"} if name in self.as_json else _TEXT for name in self.texts
@@ -200,7 +201,7 @@ class Upload:
         parameters = [parameter for other in others for parameter in other["parameters"]]
         parameters += [
             {"name": name, "in": "query", "required": False, "schema": schema, "description": _IN_QUERY}
-            for name, schema in texts.items()
+            for name, schema in {**texts, **({_FACE: _TEXT} if self.pictures else {})}.items()
         ]
         return {"requestBody": {"content": content}, "parameters": parameters}
 
@@ -264,11 +265,12 @@ async def _read_upload(request: Request, service: Service, upload: Upload) -> di
     }
     if upload.named:
         return value | {part.name: {"image": part.content} for part in parts if part.name in upload.named}
-    return value | {upload.pictures: _inputs(parts, service)}
+    asked = request.query_params.getlist(_FACE)
+    return value | {upload.pictures: _inputs(parts + [Part(_FACE, text.encode()) for text in asked], service)}
 
 
 def _texts(parts: list[Part], upload: Upload) -> dict[str, str]:
-    files = upload.named or ("image", _LANDMARKS)
+    files = upload.named or ("image", _LANDMARKS, _FACE)
     texts: dict[str, str] = {}
     for part in parts:
         if part.name in upload.texts and part.name not in texts:
@@ -283,10 +285,17 @@ def _inputs(parts: list[Part], service: Service) -> list[dict[str, Any]]:
     inputs: list[dict[str, Any]] = [{"image": part.content} for part in parts if part.name == "image"]
     service.check_inputs(len(inputs))
     landmarks = [_json(_text(part), _LANDMARKS, service) for part in parts if part.name == _LANDMARKS]
-    if landmarks and len(landmarks) != len(inputs):
-        raise ApiError(400, f"{len(landmarks)} landmarks for {len(inputs)} images; send none, or some for each in turn")
-    for item, points in zip(inputs, landmarks, strict=False):
-        item[_LANDMARKS] = points
+    faces = [_text(part) for part in parts if part.name == _FACE]
+    if len(faces) == 1:
+        faces *= len(inputs)
+    for name, given in (
+        (_LANDMARKS, landmarks),
+        (_FACE, [int(text) if re.fullmatch("[0-9]{1,4}", text) else text for text in faces]),
+    ):
+        if given and len(given) != len(inputs):
+            raise ApiError(400, f"{len(given)} {name} for {len(inputs)} images; send none, or some for each in turn")
+        for item, value in zip(inputs, given, strict=False):
+            item[name] = value
     return inputs
 
 

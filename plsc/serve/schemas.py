@@ -1,7 +1,7 @@
 """Schemas that several resources share: inputs, metadata, filters, persons; and examples that are valid as they are."""
 
 import binascii
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +175,7 @@ _INPUT: dict[str, Any] = {
         "image",
         "vector",
         "vector_b64",
-        alone={"image": ("contract_id",), **dict.fromkeys(("vector", "vector_b64"), ("landmarks",))},
+        alone={"image": ("contract_id",), **dict.fromkeys(("vector", "vector_b64"), ("landmarks", "face"))},
     ),
 }
 
@@ -193,6 +193,9 @@ class Input(Body):
         max_length=5,
         description="Eyes, nose and mouth corners, [x, y] in pixels of the image, which is then aligned",
     )
+    face: Annotated[int, Field(ge=1)] | Literal["largest"] | None = Field(
+        None, description="Which of the faces that the detector finds: its number, the largest being 1, or `largest`"
+    )
     vector: Annotated[list[float], Field(json_schema_extra={"minItems": 1})] | None = Field(
         None, fail_fast=True, description="An embedding of the service's model, or of the one with `contract_id`"
     )
@@ -208,8 +211,10 @@ class Input(Body):
     def _exactly_one(self) -> "Input":
         if (self.image is not None) + (self.vector is not None) + (self.vector_b64 is not None) != 1:
             raise ValueError("an input has exactly one of image, vector and vector_b64")
-        if self.landmarks is not None and self.image is None:
-            raise ValueError("landmarks belong to an image")
+        if (self.landmarks is not None or self.face is not None) and self.image is None:
+            raise ValueError("landmarks and face belong to an image")
+        if self.landmarks is not None and self.face is not None:
+            raise ValueError("landmarks say which face is meant; leave face out")
         if self.contract_id is not None and self.image is not None:
             raise ValueError("contract_id belongs to a vector")
         return self

@@ -27,7 +27,7 @@ from plsc.models.preprocessing import Preprocessing
 from plsc.serve.access import NOBODY, Owner, current_caller, current_owner, includes
 from plsc.serve.audit import AuditLog
 from plsc.serve.changes import IdempotencyKeys, Quotas
-from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, decode
+from plsc.serve.decoding import DecodedImage, DecodeProcess, Decoders, FaceChoice, decode
 from plsc.serve.errors import ApiError
 from plsc.serve.migrations import Migrations
 from plsc.serve.models import Models, Unsearched
@@ -45,16 +45,21 @@ _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
 
 
 class Embedded(NamedTuple):
-    """Vectors (n, D) float32 of inputs, warnings about their images, and the crops that were embedded.
+    """Vectors (n, D) float32 of inputs, warnings about their images, and the images as they were decoded.
 
-    A crop is uint8 (3, S, S), None for an input that is a vector. ``others`` are vectors by further models, by contract
-    id, where all inputs are images.
+    ``others`` are vectors by further models, by contract id, where all inputs are images. Of an input that is a vector,
+    the picture is None.
     """
 
     vectors: Float32
     warnings: list[str]
-    crops: list[torch.Tensor | None]
     others: dict[str, Float32]
+    pictures: list[DecodedImage | None]
+
+    @property
+    def crops(self) -> list[torch.Tensor | None]:
+        """What was embedded of each input: uint8 (3, S, S), or None."""
+        return [None if picture is None else picture.pixels[0] for picture in self.pictures]
 
 
 class Spaces(NamedTuple):
@@ -189,12 +194,12 @@ class Service:
             for item, name in zip(inputs, names, strict=True)
         ]
         warnings: list[str] = []
-        crops: list[torch.Tensor | None] = [None] * len(inputs)
+        pictures: list[DecodedImage | None] = [None] * len(inputs)
         others: dict[str, Float32] = {}
         if images:
             about = [inputs[index] for index in images], [names[index] for index in images], deadline
-            decoded = await self._decode_all(*about, model)
-            embedded = await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, model)
+            decoded = await self.decode_all(*about, model)
+            embedded = await self.embed_pixels(torch.cat([image.pixels for image in decoded]), deadline, model)
             if len(images) == len(inputs):
                 others = {
                     other: await self._embed_too(*about, decoded, model, self.model_for(other)) for other in further
@@ -203,11 +208,17 @@ class Service:
                 cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(self.migrations.wake)
             for index, vector, image in zip(images, embedded, decoded, strict=True):
                 check_direction(vector, names[index])
-                vectors[index], crops[index] = vector, image.pixels
+                vectors[index], pictures[index] = vector, image
             if self.settings.items == PEOPLE:  # only pictures of faces have to be aligned crops
                 warnings = [warning for image in decoded for warning in image.warnings]
+            warnings += [
+                f"{names[index]} shows {image.found} faces, and the largest was taken; face=2 takes the next"
+                for index, image in zip(images, decoded, strict=True)
+                if image.found > 1 and not isinstance(inputs[index].face, int)
+            ]
         dim = self.embedders[model].embedding_dim
-        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops, others)
+        rows = np.array(vectors, dtype=np.float32).reshape(len(inputs), dim)
+        return Embedded(rows, warnings, others, pictures)
 
     def _numbers(self, item: Input, name: str, space: str, model: str) -> Float32:
         """The vector of an input; :class:`ConflictError` where it is, or may be, of no model of those in ``space``."""
@@ -240,8 +251,8 @@ class Service:
     ) -> Float32:
         """Vectors of images by the model ``other``, which were decoded for ``model``."""
         if self.embedders[other].preprocessing != self.embedders[model].preprocessing:
-            decoded = await self._decode_all(inputs, names, deadline, other)
-        return await self.embed_pixels(torch.stack([image.pixels for image in decoded]), deadline, other)
+            decoded = await self.decode_all(inputs, names, deadline, other)
+        return await self.embed_pixels(torch.cat([image.pixels for image in decoded]), deadline, other)
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float, contract_id: str | None = None) -> Float32:
         """Embed uint8 (n, 3, S, S), by the service's own model unless another is named; returns (n, D) float32."""
@@ -434,12 +445,22 @@ class Service:
         if failed and self._remembered.get(key, (0.0, None))[1] is asking:
             del self._remembered[key]
 
-    async def _decode_all(
-        self, inputs: Sequence[Input], names: Sequence[str], deadline: float, model: str
+    async def decode_all(
+        self, inputs: Sequence[Input], names: Sequence[str], deadline: float, model: str, *, every_face: bool = False
     ) -> Sequence[DecodedImage]:
+        """Images as a model expects them; ``every_face`` in place of the one that an input means."""
+        for item, name in zip(inputs, names, strict=True):
+            if self.detector is None and (every_face or isinstance(item.face, int)):
+                raise ApiError(422, f"{name}: this service looks for no faces; start it with --detector, or send crops")
         decode_one = partial(self._decode, preprocessing=self.embedders[model].preprocessing, deadline=deadline)
         works = [
-            partial(decode_one, data=item.picture(name), name=name, landmarks=item.landmarks)
+            partial(
+                decode_one,
+                data=item.picture(name),
+                name=name,
+                landmarks=item.landmarks,
+                choice="all" if every_face else item.face,
+            )
             for item, name in zip(inputs, names, strict=True)
         ]
         decoding = self.decoders.submit(current_owner(), works)
@@ -456,13 +477,14 @@ class Service:
         data: bytes,
         name: str,
         landmarks: Any,
+        choice: FaceChoice,
         preprocessing: Preprocessing,
         deadline: float,
     ) -> DecodedImage:
         begun = time.monotonic()
         if begun > deadline:
             raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
-        image = decode(process, data, name, preprocessing, landmarks, self.detector)
+        image = decode(process, data, name, preprocessing, landmarks, self.detector, choice)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
 

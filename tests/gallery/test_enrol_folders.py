@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from PIL import Image
-from support.live_service import Live, image_input, live_service, picture
+from support.group_picture import DrawnDetector, group, larger
+from support.live_service import SIZE, Live, image_input, live_service, picture
 from support.waiting import wait_until
 
 import plsc
@@ -315,7 +317,7 @@ def test_a_kill_doubles_and_loses_nobody(tmp_path):
 
 def test_what_the_service_says_of_a_picture_follows_its_name(tmp_path, capsys):
     class NoFace:
-        def aligned(self, image: Any, image_size: int, name: str) -> Any:
+        def numbered(self, image: Any, name: str) -> Any:
             raise DataError(f"{name}: no face was found")
 
     folder = people_in(tmp_path / "people", {"Ada": 1})
@@ -323,3 +325,54 @@ def test_what_the_service_says_of_a_picture_follows_its_name(tmp_path, capsys):
         report = enrol(live, folder, code=1)
     assert report["people"][0]["left_out"] == {"Ada/0.png": "no face was found"}
     assert "Ada/0.png: left out: no face was found\n" in capsys.readouterr().out
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Iterator[Live]:
+    with live_service(tmp_path / "seeing", DrawnDetector(), threshold=0.999, limits=Limits(inputs=64)) as running:
+        yield running
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    """Pictures of one face, of two and of three, of one person."""
+    faces = [np.random.default_rng(seed).integers(1, 256, (SIZE, SIZE, 3)).astype(np.uint8) for seed in range(6)]
+    folder = tmp_path / "groups" / "Ada"
+    folder.mkdir(parents=True)
+    for count, first in ((1, 0), (2, 1), (3, 3)):
+        drawn = group([*faces[first : first + count - 1], larger(faces[first + count - 1])])  # the last is the largest
+        Image.fromarray(drawn).save(folder / f"{count}.png")
+    return folder.parent
+
+
+def keys_of(live: Live) -> set[str]:
+    (ada,) = live.ask("GET", "/v1/collections/people/persons").json()["persons"]
+    return {face["key"] for face in ada["faces"]}
+
+
+def test_of_pictures_with_several_faces_the_largest_is_enrolled_and_they_are_named(seeing, groups, capsys):
+    report = enrol(seeing, groups)
+    assert enrolled(seeing) == {"Ada": 3}
+    assert (report["several"], report["people"][0]["several"]) == (2, {"Ada/2.png": 2, "Ada/3.png": 3})
+    told = capsys.readouterr().out
+    assert "Ada/3.png: it shows 3 faces\n" in told
+    assert "1 enrolled; 3 faces enrolled, 0 pictures left out, 2 pictures with several faces" in told
+    again = enrol(seeing, groups)
+    assert (again["there"], again["several"], enrolled(seeing)) == (1, 0, {"Ada": 3})
+    largest = [(groups / "Ada" / f"{count}.png").read_bytes() for count in (1, 2, 3)]
+    assert keys_of(seeing) == {picture_key(data) for data in largest}
+
+
+def test_every_face_is_enrolled_on_request_and_none_twice(seeing, groups):
+    enrol(seeing, groups)
+    report = enrol(seeing, groups, "--faces", "all")
+    assert (report["faces"], report["several"], enrolled(seeing)) == (3, 2, {"Ada": 6})
+    two, three = (picture_key((groups / "Ada" / f"{count}.png").read_bytes()) for count in (2, 3))
+    assert keys_of(seeing) >= {two, f"{two}#2", three, f"{three}#2", f"{three}#3"}
+    assert enrol(seeing, groups, "--faces", "all")["faces"] == 0
+    assert enrolled(seeing) == {"Ada": 6}
+
+
+def test_every_face_needs_a_detector(live, folder, capsys):
+    assert main(["gallery", "enrol", live.server.address, str(folder), "--faces", "all"]) == 2
+    assert "--faces all: the service looks for no faces; start it with --detector" in capsys.readouterr().err

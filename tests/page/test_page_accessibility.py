@@ -1,28 +1,15 @@
 """Every view of the page, checked by axe-core (tests/page/axe: version 4.14.1 from npm, unchanged, MPL-2.0)."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from support.page_actions import ADA, ADA_AGAIN, DESKTOP, KURT
+from support.page_actions import ADA, ADA_AGAIN, AXE, DESKTOP, KURT, assert_accessible
 from support.page_kit import PageService, chosen, draw, drop, png
 
 pytestmark = [pytest.mark.slow, pytest.mark.live]
 
-AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SMALL_PHONE = {"width": 390, "height": 844}
-
-
-def assert_accessible(page: Any, view: str) -> None:
-    """No issue of any impact, in any of axe-core's rules."""
-    found = page.evaluate("async () => (await axe.run()).violations")
-    issues = [
-        (issue["id"], issue["impact"], node["html"][:200], node["failureSummary"])
-        for issue in found
-        for node in issue["nodes"]
-    ]
-    assert issues == [], f"{view}: {issues}"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

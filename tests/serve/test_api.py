@@ -16,6 +16,7 @@ from support.waiting import wait_until
 
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import decode_image
+from plsc.embedding.detector import Detector, Face
 from plsc.models.preprocessing import resize_image
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import check_direction
@@ -325,30 +326,28 @@ def test_health_info_and_metrics(live):
     assert live.ask("GET", "/metrics").status_code == 404
 
 
-class Detector:
+class OneFace(Detector):
     """Finds a face with known landmarks, unless the picture is small."""
 
+    fingerprint = "one"
     points = TEMPLATE * 40 / 112
 
-    def aligned(self, image: torch.Tensor, image_size: int, name: str = "image") -> torch.Tensor:
-        from plsc.errors import DataError
-
-        if image.shape[1] < 40:
-            raise DataError(f"{name}: no face was found")
-        return align_face(image, self.points, image_size, name)
+    def find(self, image: torch.Tensor) -> list[Face]:
+        """See :meth:`Detector.find`."""
+        return [Face(np.array([0, 0, 40, 40]), 0.9, self.points)] if image.shape[1] >= 40 else []
 
 
 def test_a_detector_finds_the_face_unless_landmarks_are_given(tmp_path: Path):
     large, other = picture(6, size=40), (TEMPLATE * 30 / 112 + 3).tolist()
     image = decode_image(large, "large")
-    with live_service(tmp_path, Detector()) as live:
+    with live_service(tmp_path, OneFace()) as live:
         given = [image_input(large), {**image_input(large), "landmarks": other}]
         answer = live.ask("POST", "/v1/embeddings", {"inputs": given}).json()["embeddings"]
         assert live.ask("GET", "/v1/info").json()["detector"] is True
         none = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(6))]})
         assert (none.status_code, none.json()["error"]["code"]) == (422, "unprocessable")
         assert "inputs[0]: no face" in none.json()["error"]["message"]
-    expected = [embedded(align_face(image, points, SIZE)) for points in (Detector.points, other)]
+    expected = [embedded(align_face(image, points, SIZE)) for points in (OneFace.points, other)]
     assert np.allclose(answer, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.group_picture import DrawnDetector
 from support.live_service import Live, bearer, live_service, next_linear_embedder
 
 from plsc.errors import UsageError
@@ -36,7 +37,9 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("described"), next_embedder=next_linear_embedder()) as running:
+    with live_service(
+        tmp_path_factory.mktemp("described"), DrawnDetector(), next_embedder=next_linear_embedder()
+    ) as running:
         running.collection("staff")
         running.ask("POST", "/v1/collections/staff/persons", {"name": "Ada"})
         yield running

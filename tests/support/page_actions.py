@@ -1,6 +1,7 @@
 """The four persons of the page's tests, and what its users do: look, press Tab, choose, open."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import expect
@@ -9,6 +10,7 @@ from support.page_kit import cosine, draw
 
 PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 860}
 HOSTILE = "<img src=x onerror=alert(1)>"
+AXE = Path(__file__).parents[1] / "page" / "axe" / "axe.min.js"
 TABS = ("Search", "Compare", "Enrol", "Browse", "Service")
 
 ADA, GRACE, KURT, EDSGER = (draw(seed) for seed in range(4))
@@ -74,3 +76,14 @@ def search_for(page: Any, picture: Any, count: int) -> None:
 def overflow(page: Any) -> int:
     """Pixels by which the page is wider than the window."""
     return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+def assert_accessible(page: Any, view: str) -> None:
+    """No issue of any impact, in any of axe-core's rules."""
+    found = page.evaluate("async () => (await axe.run()).violations")
+    issues = [
+        (issue["id"], issue["impact"], node["html"][:200], node["failureSummary"])
+        for issue in found
+        for node in issue["nodes"]
+    ]
+    assert issues == [], f"{view}: {issues}"

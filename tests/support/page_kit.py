@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from plsc.embedding.detector import Detector
 from plsc.embedding.embedder import Embedder
 from plsc.gallery.backends import open_store
 from plsc.gallery.values import NewPerson
@@ -66,9 +67,11 @@ class ProjectedEngine(PixelEngine):
 class PageService:
     """A service in a thread over a store of its own; it can be stopped, and started again at its address."""
 
-    def __init__(self, folder: Path, *, next_engine: PixelEngine | None = None, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, *, next_engine: PixelEngine | None = None, detector: Detector | None = None, **changes: Any
+    ) -> None:
         given = {"port": 0, "threshold": 0.5, "false_match_rate": 1e-3, "decode_processes": 1, "drain_seconds": 1.0}
-        self._folder, self._next = folder, next_engine
+        self._folder, self._next, self._detector = folder, next_engine, detector
         self._settings = Settings(audit=folder / "audit.jsonl", **{**given, **changes})
         self.start()
         self.url = f"{self._server.address}/"
@@ -99,7 +102,8 @@ class PageService:
     def _load(self, metrics: Metrics) -> Service:
         embedder = Embedder(PixelEngine(), "models/pixels.safetensors")
         following = None if self._next is None else Embedder(self._next, "models/projected.safetensors")
-        return Service(embedder, open_store(self._folder / "store"), self._settings, metrics, next_embedder=following)
+        store = open_store(self._folder / "store")
+        return Service(embedder, store, self._settings, metrics, self._detector, following)
 
     def collection(self, name: str) -> str:
         """Make an empty collection; returns its name."""

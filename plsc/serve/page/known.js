@@ -1,6 +1,7 @@
 // Enrolling with a look at who is enrolled already: two entries for one person are both found, and deleted apart.
 
 import { byId } from "./dom.js";
+import { withChosenFaces } from "./faces.js";
 import { faceFiles } from "./picture.js";
 import { callPatiently, inCollection } from "./service.js";
 import { formatScore } from "./threshold.js";
@@ -14,7 +15,7 @@ const CHOICES = ["add", "enrol", "neither"];
  */
 export async function enrolOnce(collection, body, files, decide) {
   const path = inCollection(collection, "persons");
-  const send = (to, what) => callPatiently("POST", to, { body: what, files: faceFiles(files) });
+  const send = (to, what) => withChosenFaces(what.faces, files, () => callPatiently("POST", to, { body: what, files: faceFiles(files) }));
   try {
     return { outcome: "enrolled", ...await send(`${path}?on_known=refuse`, body) };
   } catch (error) {

@@ -106,7 +106,7 @@ async function* batches(files) {
   const room = SHARE * (state.info?.limits.body_bytes ?? 0);
   let [batch, size] = [[], 0];
   for (const file of files) {
-    const input = await asInput(file);
+    const input = { ...await asInput(file), ...(state.info?.detector ? { face: "largest" } : {}) };   // a warning tells of others
     if (batch.length > 0 && (batch.length === MOST || size + input.image.length > room)) {
       yield batch;
       [batch, size] = [[], 0];

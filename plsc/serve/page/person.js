@@ -1,6 +1,7 @@
 // A person: as a row of a list, and in a dialog to change name and metadata, add and delete faces, delete the person.
 
 import { byId, clearError, confirmAction, day, element, isolated, offerUndo, runWithErrors, showWarnings } from "./dom.js";
+import { withChosenFaces } from "./faces.js";
 import { linked, MetadataEditor, metadataLine } from "./metadata.js";
 import { asInputs, faceFiles, Pictures } from "./picture.js";
 import { writeJson } from "./scalars.js";
@@ -74,11 +75,12 @@ async function save() {
 async function addFaces(files) {
   if (files.length === 0) return;
   const added = await runWithErrors(error, async () => {
-    const answer = await call("POST", `${place}/faces`, { body: { faces: await asInputs(files) }, files: faceFiles(files) });
+    const faces = await asInputs(files);
+    const answer = await withChosenFaces(faces, files, () => call("POST", `${place}/faces`, { body: { faces }, files: faceFiles(files) }));
     show(await call("GET", place));
     showWarnings(byId("person-warning"), answer.warnings);
-    const [path, faces] = [place, answer.faces.map((face) => face.id)];
-    offerUndo(byId("person-done"), `Added ${faces.map((face) => `${words().face} ${face}`).join(", ")}.`, error, () => undo(path, faces));
+    const [path, ids] = [place, answer.faces.map((face) => face.id)];
+    offerUndo(byId("person-done"), `Added ${ids.map((id) => `${words().face} ${id}`).join(", ")}.`, error, () => undo(path, ids));
     emit("changed");
   });
   if (added) pictures.clear();

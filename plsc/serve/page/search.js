@@ -1,23 +1,29 @@
 // Searching by a picture, and the matches.
 
 import { arrowKeyNav, byId, clearError, confirmAction, element, offerUndo, runWithErrors, showError, showWarnings, userError } from "./dom.js";
+import { FacesPicture } from "./faces.js";
 import { displayName, personHead } from "./person.js";
 import { asInput, Pictures } from "./picture.js";
 import { readFilter } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, isMatch, on, state, threshold } from "./state.js";
 import { formatScore, judgement, scoreBar, showFalseMatches, thresholdSlider } from "./threshold.js";
-import { countItems, words } from "./words.js";
+import { countFaces, countItems, words } from "./words.js";
 
 const error = byId("search-error");
 const summary = byId("search-summary");
 let pictures = null;
-let matches = null;     // null before the first search
+let matches = null;     // null before the first search; of the chosen face where the picture shows several
+let faces = [];         // of the picture, where it shows several
+let chosenFace = null;
+let facesFound = 0;
+let facesPicture = null;
 let searched = null;    // {k, filtered} of the search that found them
 let running = null;     // the AbortController of the search under way
 
 export function setUpSearch() {
   pictures = new Pictures(byId("search-picture"), { label: "A picture to search by", changed: () => { forgetDone(); search(); } });
+  facesPicture = new FacesPicture(byId("search-faces-picture"), chooseFace);
   thresholdSlider(byId("search-threshold"), "search");
   arrowKeyNav(byId("matches"), "button.name");
   byId("search-form").onsubmit = (event) => {
@@ -43,21 +49,31 @@ async function search() {
   byId("matches").setAttribute("aria-busy", "true");
   const done = await runWithErrors(error, async () => {
     const [file] = pictures.files;
-    const body = { query: await asInput(file), k: Number(byId("search-k").value), ...chosenFilter() };
+    const every = state.info.detector ? { faces: "all" } : {};
+    const body = { query: await asInput(file), ...every, k: Number(byId("search-k").value), ...chosenFilter() };
     const answer = await call("POST", inCollection(chosen(), "search"), { body, signal, files: { query: file } });
-    matches = answer.results[0].matches;
+    const [result] = answer.results;
+    [matches, facesFound] = [result.matches, result.faces_found ?? 0];
+    faces = (result.faces ?? []).length > 1 ? result.faces : [];
+    chosenFace = faces[0] ?? null;
     searched = { k: body.k, filtered: body.filter !== undefined };
     byId("search-foot").textContent = approximationNote(answer);
     showWarnings(byId("search-warning"), answer.warnings);
   });
   if (signal.aborted) return;
   byId("matches").removeAttribute("aria-busy");
-  if (!done) matches = null;
+  if (!done) [matches, faces] = [null, []];
+  show();
+}
+
+function chooseFace(face) {
+  [chosenFace, matches] = [face, face.matches];
+  forgetDone();
   show();
 }
 
 function forget() {
-  matches = null;
+  [matches, faces] = [null, []];
   byId("matches").removeAttribute("aria-busy");
   clearError(error);
   show();
@@ -77,7 +93,25 @@ function chosenFilter() {
   return filter === null ? {} : { filter };
 }
 
+/** The faces of the picture, each with the name of its best match, or "unknown" below the threshold. */
+function showFaces() {
+  byId("search-faces").hidden = faces.length === 0;
+  if (faces.length === 0) return;
+  const labels = new Map(faces.map((face) => [face, faceLabel(face)]));
+  const known = faces.filter((face) => labels.get(face).known).length;
+  const left = facesFound > faces.length ? ` of ${facesFound}` : "";
+  byId("search-faces-summary").textContent = `${countFaces(faces.length)}${left} in the picture, ${known} above the threshold. Choose one to see its matches.`;
+  facesPicture.show(pictures.files[0], faces, (face) => labels.get(face), chosenFace);
+}
+
+function faceLabel({ matches: [best] }) {
+  const above = best === undefined ? false : isMatch(best.score, best.same_person);
+  if (above === false) return { name: "unknown", note: "", known: false };
+  return { name: displayName(best.person), note: formatScore(best.score), known: above === true };
+}
+
 function show() {
+  showFaces();
   byId("search-enrol").hidden = matches === null || !hasRole("write");
   if (matches === null) {
     summary.textContent = error.hidden && pictures.files.length === 0 ? "The matches appear here." : "";
@@ -87,7 +121,7 @@ function show() {
     byId("matches").replaceChildren();
     return;
   }
-  summary.textContent = summaryText();
+  summary.textContent = `${faces.length === 0 ? "" : `Face ${chosenFace.number}: `}${summaryText()}`;
   showFalseMatches(byId("search-odds"), matches.length === 0 ? 0 : gallery().faces);
   byId("matches").replaceChildren(...matches.map(row));
 }
@@ -133,8 +167,9 @@ function question({ person, score }) {
 
 async function sendFace(person) {
   const [file] = pictures.files;
+  const which = faces.length === 0 ? {} : { face: chosenFace.number };
   const path = inCollection(state.collection, "persons", person.id, "faces");
-  const answer = await call("POST", path, { body: { faces: [await asInput(file)] }, files: { "faces[0]": file } });
+  const answer = await call("POST", path, { body: { faces: [{ ...await asInput(file), ...which }] }, files: { "faces[0]": file } });
   const [{ id }] = answer.faces;
   offerUndo(byId("search-done"), `The picture is now ${words().face} ${id} of ${displayName(person)}.`, error, async () => {
     await call("DELETE", `${path}/${id}`);

@@ -9,8 +9,8 @@ const KEY = "plsc-token";
 
 /**
  * What went wrong in one line; `code` is the service's, or "gone" where nothing answered. `file` is the picture that it
- * is about, and `why` the line without its name; `known` is somebody enrolled who matches; `wait` are the seconds after
- * which the service wants to be asked again.
+ * is about, and `why` the line without its name; `known` is somebody enrolled who matches; `faces` are those of which
+ * one has to be chosen; `wait` are the seconds after which the service wants to be asked again.
  */
 export class ServiceError extends Error {
   constructor(code, message, more = {}) {
@@ -112,7 +112,7 @@ function connectionError(error) {
 
 /** A message that begins with an input's name, as {file, why}: the file that the user chose, and what is said of it. */
 function aboutFile(message, files) {
-  const input = Object.keys(files).find((name) => message.startsWith(name) && /^(?:: | is | has | does not )/.test(message.slice(name.length)));
+  const input = Object.keys(files).find((name) => message.startsWith(name) && /^(?:: | is | has | shows | does not )/.test(message.slice(name.length)));
   return input === undefined ? null : { file: files[input], why: message.slice(input.length) };
 }
 
@@ -124,20 +124,20 @@ function withFileName(message, files) {
 
 function announced(error) {
   if (error.code === "unauthorized") emit("unauthorized");
-  if (error.file !== undefined && error.known === null) emit("refused", { file: error.file, why: error.why.replace(/^:? /, "") });
+  if (error.file !== undefined && error.known === null && error.faces === null) emit("refused", { file: error.file, why: error.why.replace(/^:? /, "") });
   return error;
 }
 
 function toServiceError(answer, text, files) {
-  let [error, known] = [null, null];
+  let [error, known, faces] = [null, null, null];
   try {
-    ({ error, known = null } = JSON.parse(text));
+    ({ error, known = null, faces = null } = JSON.parse(text));
   } catch {
     // a proxy's page, perhaps: the status is shown instead
   }
   const code = error?.code ?? `http ${answer.status}`;
   if (answer.status === 401) return new ServiceError(code, token.get() === null ? "The service needs a token." : "The service does not know this token.");
   if (error?.message === undefined) return new ServiceError(code, `The answer was ${answer.status} without a reason. Is there a proxy in between?`);
-  const more = { ...aboutFile(error.message, files), known, wait: Number(answer.headers.get("Retry-After") ?? 0) };
+  const more = { ...aboutFile(error.message, files), known, faces, wait: Number(answer.headers.get("Retry-After") ?? 0) };
   return new ServiceError(code, withFileName(error.message, files), more);
 }

@@ -1,4 +1,4 @@
-"""/v1/info, /v1/compare and /v1/embeddings: the model itself, without a collection."""
+"""/v1/info, /v1/compare, /v1/detect and /v1/embeddings: the model itself, without a collection."""
 
 from typing import Annotated
 
@@ -8,15 +8,18 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from plsc.embedding.quality import MEASURES
 from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.access import Right, Role, ScoreView, current_caller
-from plsc.serve.errors import error_responses
+from plsc.serve.errors import SeenFace, error_responses
+from plsc.serve.faces import every_face, show_face
 from plsc.serve.limits import charge, effective_limits
 from plsc.serve.routing import BodyRoute, Served, Upload, accepts, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
 
 router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
 _TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs", texts=("collection",))
+_PICTURES = Upload("inputs")
 
 
 class ModelInfo(BaseModel):
@@ -99,6 +102,31 @@ class EmbeddingsBody(Body):
     collection: str | None = Field(None, pattern=COLLECTION_NAME, examples=["staff"])
 
 
+class DetectBody(Body):
+    """Pictures in which faces are looked for."""
+
+    inputs: list[Input] = Field(fail_fast=True, min_length=1)
+
+
+class DetectedFace(SeenFace):
+    """A face, and the quality of its aligned crop, by what measured it; more is better."""
+
+    quality: dict[str, float]
+
+
+class DetectedView(BaseModel):
+    """The faces of one picture, the largest first; ``faces_found`` counts those beyond the 64th, too."""
+
+    faces_found: int
+    faces: list[DetectedFace]
+
+
+class DetectView(BaseModel):
+    """One entry in ``results`` for each picture."""
+
+    results: list[DetectedView]
+
+
 class EmbeddingsView(BaseModel):
     """Embeddings as the model gives them, not normalised."""
 
@@ -157,6 +185,27 @@ async def compare(
     view = ScoreView.of(current_caller(), service.settings)
     answer = CompareView(score=view.score(score), threshold=view.threshold, same_person=view.same_person(score))
     return with_warnings(answer, warnings)
+
+
+@router.post("/detect", responses=error_responses(413, 415, 422, 504), openapi_extra=_PICTURES.described())
+@requires("search", counts_as="searches")
+@accepts(_PICTURES)
+async def detect(
+    body: Annotated[DetectBody, body_like(a_picture={"inputs": [{"image": IMAGE}]})], service: Served
+) -> DetectView:
+    """The faces that the service's detector finds in pictures, and their quality as enrolments are judged by it."""
+    names = [f"inputs[{index}]" for index in range(len(body.inputs))]
+    charge(len(names))
+    vectors, pictures = await every_face(service, body.inputs, names, service.deadline(None), service.contract_id)
+    gates, rows = {**MEASURES, **service.settings.quality_gates}, iter(vectors)
+    results = []
+    for picture in pictures:
+        faces = [
+            {**show_face(face), "quality": {name: gate.quality(crop, vector) for name, gate in gates.items()}}
+            for face, crop, vector in zip(picture.taken, picture.pixels, rows, strict=False)  # the next of the rows
+        ]
+        results.append(DetectedView.model_validate({"faces_found": picture.found, "faces": faces}))
+    return DetectView(results=results)
 
 
 @router.post(

@@ -256,11 +256,11 @@ async def add_faces(
         else:
 
             async def add(spaces: Spaces) -> tuple[list[int], list[str]]:
-                vectors, warnings, crops, others = await embed_groups(service, spaces, [("faces", body.faces)])
-                kept = claim.request(lambda faces: (faces, warnings))
+                found = await embed_groups(service, spaces, [("faces", body.faces)], ask=True)
+                kept = claim.request(lambda faces: (faces, found.warnings))
                 keys = [face.key for face in body.faces]
-                change = partial(service.thumbnails.add_faces, others=others, crops=crops, keys=keys)
-                return await service.enrol(change, spaces, person, vectors, idempotent=kept), warnings
+                change = partial(service.thumbnails.add_faces, others=found.others, crops=found.crops, keys=keys)
+                return await service.enrol(change, spaces, person, found.vectors, idempotent=kept), found.warnings
 
             added, warnings = await service.with_collection(collection, add)
     return schemas.with_warnings(schemas.FacesView(faces=[schemas.FaceView(id=face) for face in added]), warnings)

@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -15,7 +16,9 @@ from plsc.gallery.values import Match
 from plsc.index.ann import TUNED_FOR
 from plsc.serve import schemas
 from plsc.serve.access import ScoreView, current_caller
-from plsc.serve.errors import ApiError, error_responses, first_error
+from plsc.serve.decoding import MOST_FACES, DecodedImage
+from plsc.serve.errors import ApiError, SeenFace, error_responses, first_error
+from plsc.serve.faces import every_face, show_face, show_taken
 from plsc.serve.limits import charge
 from plsc.serve.routing import (
     PICTURE_TYPES,
@@ -39,6 +42,9 @@ _MATCH_BYTES = 96  # of a match besides its person
 _MAX_DEADLINE_MS = 3_600_000
 _SEARCHES = {"queries": [{"image": schemas.IMAGE}] * 2, "k": 5, "threshold": 0.4, "filter": schemas.FILTER}
 
+_FACES_MEANT = "`all` searches for every face that the detector finds, at most 64 of a picture, the largest first"
+Faces = Annotated[Literal["largest", "all"], Field(description=_FACES_MEANT)]
+
 router = APIRouter(tags=["search"], route_class=DirectRoute)
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -53,6 +59,7 @@ class SearchBody(schemas.Body):
     k: int = Field(10, ge=1, description="Matches of each query; GET /v1/info tells the most")
     threshold: schemas.Score | None = Field(None, description="Only matches with at least this score")
     filter: schemas.FilterBody | None = None
+    faces: Faces = "largest"
     deadline_ms: int | None = Field(
         None, ge=1, le=_MAX_DEADLINE_MS, description="Give up (504) rather than answer later"
     )
@@ -70,6 +77,7 @@ class SearchQuery(BaseModel):
     k: int = Field(10, ge=1)
     threshold: schemas.Score | None = None
     filter: str | None = Field(None, description="A filter as JSON text")
+    faces: Faces = "largest"
     deadline_ms: int | None = Field(None, ge=1, le=_MAX_DEADLINE_MS)
 
 
@@ -94,10 +102,22 @@ class MatchView(BaseModel):
     same_person: bool | None
 
 
-class MatchesView(BaseModel):
-    """The matches of one query, best first."""
+class FaceMatches(SeenFace):
+    """A face, and its matches, best first."""
 
     matches: list[MatchView]
+
+
+class MatchesView(BaseModel):
+    """The matches of one query, best first; of a picture with several faces, those of the largest, or of ``face``.
+
+    Where a detector looked, ``faces_found`` counts the faces, and ``box`` is that of the one that was taken.
+    """
+
+    matches: list[MatchView]
+    faces_found: int | None = Field(None, description="Left out where no detector looked")
+    box: list[float] | None = Field(None, description="Left, top, right, bottom, as that of a face; likewise")
+    faces: list[FaceMatches] | None = Field(None, description="Only with faces=all; the first one is the largest")
 
 
 class SearchView(BaseModel):
@@ -155,15 +175,22 @@ async def search(request: Request) -> Response:
     form, names = await _read_search(request, service)
     deadline, filter = service.deadline(form.deadline_ms), schemas.parse_filter(form.filter)
 
-    async def answered(spaces: Spaces) -> tuple[SearchAnswer, ScoreView, list[str], str]:
+    async def answered(
+        spaces: Spaces,
+    ) -> tuple[SearchAnswer, ScoreView, list[str], str, Sequence[DecodedImage | None]]:
         contract_id, view = spaces.info.contract_id, ScoreView.of(current_caller(), service.settings_of(spaces))
         inputs = [form.query] if form.query is not None else form.queries or []
-        embedded = await service.vectors(inputs, names, deadline, [contract_id])
+        pictures: Sequence[DecodedImage | None]
+        if form.faces == "all":
+            warnings: list[str] = []
+            vectors, pictures = await every_face(service, inputs, names, deadline, contract_id)
+        else:
+            vectors, warnings, _, pictures = await service.vectors(inputs, names, deadline, [contract_id])
         threshold = view.search_threshold(form.threshold)
-        wanted = Search(collection, embedded.vectors, form.k, threshold, filter, contract_id)
-        return await service.search(wanted, deadline), view, embedded.warnings, contract_id
+        wanted = Search(collection, vectors, form.k, threshold, filter, contract_id)
+        return await service.search(wanted, deadline), view, warnings, contract_id, pictures
 
-    answer, view, warnings, contract_id = await service.with_collection(collection, answered)
+    answer, view, warnings, contract_id, pictures = await service.with_collection(collection, answered)
     statistics = await service.statistics(collection)
     _check_size(answer, service.settings.limits.answer_bytes)
     if not any(answer.matches):
@@ -171,8 +198,9 @@ async def search(request: Request) -> Response:
     if "search" in service.settings.audit_events:
         record_ids(request, [match.person for matches in answer.matches for match in matches])
     # A SearchView as JSON, past pydantic: its models would cost as much as the search.
+    matched = (_matches(view.matches(matches, form.threshold), answer.persons) for matches in answer.matches)
     shown = {
-        "results": [_results(view.matches(matches, form.threshold), answer.persons) for matches in answer.matches],
+        "results": [_result(picture, matched, form.faces) for picture in pictures],
         "threshold": view.threshold if form.threshold is None else form.threshold,
         "contract_id": contract_id,
         **_quality(statistics, form.k),
@@ -192,7 +220,7 @@ async def _read_search(request: Request, service: Service) -> tuple[SearchBody, 
         body = {**_options(dict(request.query_params)), **body}
     form = _parse(SearchBody, body)
     count = 1 if form.query is not None else len(form.queries or [])
-    _check_k(service, form.k, count)
+    _check_k(service, form.k, count * (MOST_FACES if form.faces == "all" else 1))
     charge(count)
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(count)]
     return form, ["the body"] if kind in PICTURE_TYPES else names
@@ -229,14 +257,24 @@ def _check_size(answer: SearchAnswer, limit: int) -> None:
         raise answer_too_large(limit)
 
 
-def _results(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int, bytes]) -> dict[str, Any]:
-    """A :class:`MatchesView`; ``persons`` are JSON already."""
-    shown = [
+def _result(picture: DecodedImage | None, matched: Iterator[list[dict[str, Any]]], faces: str) -> dict[str, Any]:
+    """A :class:`MatchesView` of the next ``matched``, one of each face of ``picture`` where all were searched for."""
+    if picture is None or not picture.taken:
+        return {"matches": next(matched)}
+    if faces != "all":
+        return {"matches": next(matched), **show_taken(picture)}
+    each = list(islice(matched, len(picture.taken)))
+    found = [{**show_face(face), "matches": own} for face, own in zip(picture.taken, each, strict=True)]
+    return {"matches": each[0], **show_taken(picture), "faces": found}
+
+
+def _matches(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int, bytes]) -> list[dict[str, Any]]:
+    """Each a :class:`MatchView`; ``persons`` are JSON already."""
+    return [
         {"person": orjson.Fragment(person), "face": match.face, "score": match.score, "same_person": same_person}
         for match, same_person in matches
         if (person := persons.get(match.person)) is not None
     ]
-    return {"matches": shown}
 
 
 def _quality(statistics: Mapping[str, float], k: int) -> dict[str, Any]:
