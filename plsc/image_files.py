@@ -160,12 +160,12 @@ def decode_shrunk(data: bytes, name: str, limits: PixelLimits, formats: tuple[st
 
     try:
         with open_header(data, formats) as image:
-            is_jpeg = image.format in ("JPEG", "MPO")
-            check_pixels(*image.size, name, limits.jpeg if is_jpeg else limits.whole)
+            size, is_jpeg = image.size, image.format in ("JPEG", "MPO")
+            check_pixels(size[0], size[1], name, limits.jpeg if is_jpeg else limits.whole)
             for inner in _inner_sizes(image, data):
                 check_pixels(*inner, name, limits.whole)
             check_scans(data, name)
-            size, divisor = image.size, _divisor(image.size, name, limits.decoded)
+            divisor = _divisor(size, name, limits.decoded)
             if is_jpeg and divisor > 1:
                 image.draft(None, (max(size[0] // divisor, 1), max(size[1] // divisor, 1)))
             pixels = to_rgb(image, 1 if is_jpeg else divisor)
