@@ -299,26 +299,31 @@ class AlignedImages(ImageDataset):
         self.skipped, self.empty_classes = pictures.skipped, pictures.empty_classes
         self.left_out = pictures.left_out
         self.alignment = locate.fingerprint
-        self._pictures, self._locate, self._size = pictures, locate, side
+        self.pictures, self.locate, self.size = pictures, locate, side
+
+    @property
+    def faces_found(self) -> int:
+        """How many faces the picture of the last image shows; 0 where none were looked for."""
+        return getattr(self.locate, "found", 0)
 
     def image(self, index: int) -> torch.Tensor:
         """Return face ``index`` as uint8 (3, S, S)."""
         name = f"image {self.key(index)} of {self.source}"
-        picture = self._pictures.image(index)
-        return align_face(picture, self._locate(index, picture, name), self._size, name)
+        picture = self.pictures.image(index)
+        return align_face(picture, self.locate(index, picture, name), self.size, name)
 
     def key(self, index: int) -> str:
         """Return the picture's key."""
-        return self._pictures.key(index)
+        return self.pictures.key(index)
 
     def metadata(self, index: int) -> dict[str, str]:
         """Return the picture's."""
-        return self._pictures.metadata(index)
+        return self.pictures.metadata(index)
 
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the pictures' own."""
-        return self._pictures.sample_ids(start, stop)
+        return self.pictures.sample_ids(start, stop)
 
     def stamps(self, start: int, stop: int) -> bytes:
         """Return the pictures' own; ``alignment`` tells of the rest."""
-        return self._pictures.stamps(start, stop)
+        return self.pictures.stamps(start, stop)

@@ -130,7 +130,7 @@ def embed(
         dataset = images
     else:
         dataset = open_images(images, embedder.image_size, landmarks=landmarks, detector=detector)
-    rows, problems, _ = embed_dataset(embedder, dataset, batch_size=batch_size, workers=workers, flip=flip)
+    rows, problems, *_ = embed_dataset(embedder, dataset, batch_size=batch_size, workers=workers, flip=flip)
     if errors is not None:
         errors.update(problems)
     elif problems:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -77,6 +77,7 @@ _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; sockets take no infinite one
 LONGEST_WAIT = 10.0  # seconds between two tries, whatever a busy server asks for
 _PAGE = 1000
 _KEY = "Idempotency-Key"
+InputFaces = Mapping[str, Sequence[DetectedFace]]
 
 
 class ServerError(PlscError):
@@ -87,15 +88,10 @@ class ServerError(PlscError):
     """
 
     def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        known: Known | None = None,
-        faces: Mapping[str, Sequence[DetectedFace]] = MappingProxyType({}),
+        self, status: int, code: str, message: str, known: Known | None = None, faces: InputFaces | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.known, self.faces = status, code, known, faces
+        self.status, self.code, self.known, self.faces = status, code, known, faces or {}
 
 
 class Client:
@@ -492,16 +488,15 @@ def _if_match(person: Person | str | None) -> dict[str, str]:
 def _content(answer: Any) -> Any:
     if answer.is_success:
         return answer.json() if answer.content else None
+    faces: dict[str, list[DetectedFace]] = {}
     try:
         body = answer.json()
         code, message = str(body["error"]["code"]), str(body["error"]["message"])
         known = read_known(body)
-        faces: dict[str, list[DetectedFace]] = {}
         for face, entry in zip(read_faces(body), body.get("faces", ()), strict=True):
             faces.setdefault(entry["input"], []).append(face)
     except (ValueError, KeyError, TypeError):
         code, message, known = "internal", f"the server answered {answer.status_code} without saying why", None
-        faces = {}
     raise ServerError(answer.status_code, code, message, known, faces)
 
 

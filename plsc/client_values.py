@@ -290,12 +290,8 @@ def read_faces(view: Mapping[str, Any]) -> list[DetectedFace]:
     """The faces that JSON of the service lists, or that its error does."""
     return [
         DetectedFace(
-            face["number"],
-            face["box"],
-            face["landmarks"],
-            face["score"],
-            face.get("quality", {}),
-            [_read_match(match) for match in face.get("matches", ())],
+            **{name: face[name] for name in ("number", "box", "landmarks", "score", "quality") if name in face},
+            matches=[_read_match(match) for match in face.get("matches", ())],
         )
         for face in view.get("faces", ())
     ]

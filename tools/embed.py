@@ -7,9 +7,10 @@
 MODEL is a run directory, a .safetensors, .pt or .onnx file. A run directory stands for its model.safetensors, the last
 weights; --best takes best.safetensors, those of the best evaluation. DATA is any folder of photos, or what data.train
 takes, with or without labels (docs/data.md). Face models expect aligned crops of one face: give those, or --landmarks,
-or --detector (docs/faces.md). An image that cannot be read, or has no face or landmarks, becomes an empty row with its
-error. If the command is stopped, or killed, run it again: it resumes, with any number of processes; rows of files that
-were replaced since (of another size or time) are made anew.
+or --detector (docs/faces.md), which finds the largest face of each, or with --faces all every one. An image that cannot
+be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it
+again: it resumes, with any number of processes; rows of files that were replaced since (of another size or time) are
+made anew.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
@@ -49,6 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, metavar="EMB", help="folder to write")
     add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")
+    text = "of an image that shows several: the largest, or a row for each, by the keys PATH#1, PATH#2, … (largest)"
+    add("--faces", choices=("largest", "all"), default="largest", help=text)
     add("--batch-size", type=positive, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)")
     add("--workers", type=natural, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)")
     add("--nproc", type=positive, default=1, metavar="N", help="processes, one per GPU where there are any (1)")
@@ -88,12 +91,14 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.data.loader import auto_workers
     from plsc.embedding.embedder import open_embedder
+    from plsc.embedding.every_face import every_face
     from plsc.embedding.extract import extract
     from plsc.embedding.sources import open_images
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import initialised
 
     keep_freed_memory()
+    workers = auto_workers() if args.workers is None else args.workers
     with initialised() as mesh:
         embedder = open_embedder(
             args.model,
@@ -103,13 +108,16 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             mesh=mesh,
             provider=args.provider,
         )
+        images = open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector)
+        if args.faces == "all":
+            images = every_face(images, mesh, workers)
         summary = extract(
             embedder,
-            open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),
+            images,
             args.out,
             mesh,
             batch_size=args.batch_size or (256 if mesh.device.type == "cuda" else 64),
-            workers=auto_workers() if args.workers is None else args.workers,
+            workers=workers,
             flip=args.flip,
             dtype=args.dtype,
             precision=embedder.precision,
@@ -130,6 +138,8 @@ def _report(summary: dict[str, Any]) -> None:
     if summary["errors"]:
         key, error = summary["first_errors"][0].values()
         show(f"{counted(summary['errors'], 'image')} could not be embedded; the first: {key}: {error}")
+    if summary["several"]:
+        show(f"{counted(summary['several'], 'image')} showed several faces; the row is of the largest (--faces all)")
     if summary["warnings"]:
         key, message = summary["first_warnings"][0].values()
         note(warning_summary(summary["warnings"], summary["embedded"], key, message))

@@ -93,7 +93,10 @@ class DetectedLandmarks:
 
     Attributes:
         fingerprint: of the detector.
+        found: how many faces the picture of the last call shows.
     """
+
+    found = 0
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -103,9 +106,15 @@ class DetectedLandmarks:
 
     def __call__(self, index: int, image: torch.Tensor, name: str) -> Float32:
         """The landmarks (5, 2) of the main face of ``image`` uint8 (3, H, W); DataError if there is none."""
+        faces = self.numbered(image, name)
+        self.found = len(faces)
+        return faces[0].landmarks
+
+    def numbered(self, image: torch.Tensor, name: str = "image") -> list[Face]:
+        """As :meth:`Detector.numbered`."""
         if self._detector is None:
             self._detector = open_detector(self.spec, tried=self._file_fingerprint)  # when this was made
-        return self._detector.main_face(image, name).landmarks
+        return self._detector.numbered(image, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_detector": None}  # a session cannot be pickled for a worker

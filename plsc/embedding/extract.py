@@ -45,6 +45,7 @@ class _Work:
     stalls: StallTimes = field(default_factory=StallTimes)
     warnings: list[tuple[int, str]] = field(default_factory=list)  # (row, warning) of the first ones
     warning_count: int = 0
+    several: int = 0  # pictures of which the largest of several faces was taken
 
 
 def extract(
@@ -85,7 +86,8 @@ def extract(
     Returns:
         The same on every rank: "rows", "errors", "first_errors" (at most 10 of {"key", "error"}), "embedded" (in this
         call), "warnings" (their number in this call), "first_warnings" (at most 10 of {"key", "warning"}: see
-        :func:`plsc.models.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
+        :func:`plsc.models.preprocessing.picture_warnings`), "several" (pictures in this call of which the largest of
+        several faces was taken), "seconds", "images_per_second", "bound_by" ("decode" or
         "model"; None if there was nothing to do).
 
     Raises:
@@ -252,11 +254,12 @@ def _embed_shards(
         for number, contents in shards.items():
             start, stop = writer.shard_range(number)
             embeddings = np.zeros((stop - start, writer.settings["dim"]), dtype=writer.settings["dtype"])
-            errors, warnings = fill_rows(embeddings, batches, progress.advance)
+            errors, warnings, several = fill_rows(embeddings, batches, progress.advance)
             work.rows += len(embeddings)
             work.warning_count += len(warnings)
             first = [(start + row, text) for row, text in warnings.items()][: _SHOWN - len(work.warnings)]
             work.warnings += first
+            work.several += several
             rows = ShardRows(
                 start,
                 embeddings,
@@ -291,6 +294,7 @@ def _summary(folder: Path, works: list[_Work], dataset: ImageDataset) -> dict[st
         "first_errors": errors[:_SHOWN],
         "warnings": sum(work.warning_count for work in works),
         "first_warnings": [{"key": dataset.key(row), "warning": text} for row, text in warnings],
+        "several": sum(work.several for work in works),
         "dim": finished.dim,
         "contract_id": finished.contract_id,
         "embedded": rows,

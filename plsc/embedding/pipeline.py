@@ -35,7 +35,7 @@ from plsc.progress import Progress, note
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
 Embed = Callable[[Tensor], Tensor]
-Decoded = tuple[Tensor | None, str, str]  # the image, or an error; a warning
+Decoded = tuple[Tensor | None, str, str, int]  # the image, or an error; a warning; faces found in its picture
 
 
 class ImageSource(Protocol):
@@ -51,19 +51,24 @@ class ImageSource(Protocol):
 
 
 class Batch(NamedTuple):
-    """Images uint8 (B, 3, S, S); errors and warnings of some by their position in the batch."""
+    """Images uint8 (B, 3, S, S); errors and warnings of some by their position in the batch.
+
+    ``several`` of them are the largest face of several in a picture.
+    """
 
     images: Tensor
     errors: dict[int, str]
     warnings: dict[int, str]
+    several: int
 
 
 class Embedded(NamedTuple):
-    """Embeddings (B, D) float32 of a batch, with errors and warnings by position."""
+    """Embeddings (B, D) float32 of a batch, with errors and warnings by position; and see :class:`Batch`."""
 
     rows: Float32
     errors: dict[int, str]
     warnings: dict[int, str]
+    several: int
 
 
 @dataclass
@@ -101,7 +106,7 @@ def embedded_batches(embed: Embed, stream: Iterator[Any], stalls: StallTimes) ->
                 began = time.monotonic()
                 vectors = future.result().numpy()
                 stalls.model += time.monotonic() - began
-                yield Embedded(vectors, embedded.errors, embedded.warnings)
+                yield Embedded(vectors, *embedded[1:])
             else:
                 return
 
@@ -133,17 +138,18 @@ def embed_dataset(
 
 def fill_rows(
     rows: Array, batches: Iterator[Embedded], advance: Callable[[int], object] = lambda count: None
-) -> tuple[dict[int, str], dict[int, str]]:
+) -> tuple[dict[int, str], dict[int, str], int]:
     """Fill ``rows`` (N, D) with the next ``batches``, which end where they do; a row with an error is zero.
 
     A row has one where its image is unreadable, or its embedding is not finite in the type of ``rows``.
 
     Returns:
-        Errors and warnings by row; ``advance`` gets the number of rows of each batch.
+        Errors and warnings by row, and how many are the largest of several faces; ``advance`` gets the number of rows
+        of each batch.
     """
     errors: dict[int, str] = {}
     warnings: dict[int, str] = {}
-    row = 0
+    row = several = 0
     while row < len(rows):
         batch = next(batches)
         with np.errstate(over="ignore"):
@@ -154,9 +160,10 @@ def fill_rows(
         rows[row : row + len(stored)] = stored
         errors |= {row + place: text for place, text in bad.items()}
         warnings |= {row + place: text for place, text in batch.warnings.items()}
+        several += batch.several
         row += len(stored)
         advance(len(stored))
-    return errors, warnings
+    return errors, warnings, several
 
 
 @dataclass(frozen=True)
@@ -311,21 +318,22 @@ class _Decoder(Dataset[Batch]):
         return self.batch([self.decoded(row) for row in rows])
 
     def decoded(self, index: int) -> Decoded:
-        """An image is (image, "", warning) or (None, error, "")."""
+        """An image is (image, "", warning, faces) or (None, error, "", 0)."""
         try:
             picture = self.dataset.picture(index)
         except (PlscError, OSError) as error:
-            return None, " ".join(str(error).split()), ""
+            return None, " ".join(str(error).split()), "", 0
         warnings = picture_warnings(picture, self.preprocessing.image_size)
         resized = resize_image(picture, self.preprocessing.image_size, self.preprocessing.interpolation)
-        return resized, "", warnings[0].message if warnings else ""
+        found = getattr(self.dataset, "faces_found", 0)  # of data sets that align
+        return resized, "", warnings[0].message if warnings else "", found
 
     def batch(self, items: list[Decoded]) -> Batch:
         """Stack decoded images, black where one is missing."""
         images = torch.zeros(len(items), *self.preprocessing.shape, dtype=torch.uint8)
-        errors = {place: error for place, (image, error, _) in enumerate(items) if image is None}
-        warnings = {place: warning for place, (_, _, warning) in enumerate(items) if warning}
-        for place, (image, _, _) in enumerate(items):
+        errors = {place: error for place, (image, error, *_) in enumerate(items) if image is None}
+        warnings = {place: warning for place, (*_, warning, _) in enumerate(items) if warning}
+        for place, (image, *_) in enumerate(items):
             if image is not None:
                 images[place] = image
-        return Batch(images, errors, warnings)
+        return Batch(images, errors, warnings, sum(found > 1 for *_, found in items))

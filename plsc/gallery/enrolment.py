@@ -137,6 +137,7 @@ class Enrolment:
     def _batches(self, pictures: Sequence[str], outcome: Outcome, there: "_Faces") -> Iterator[dict[str, Picture]]:
         """The pictures by path that the person has no face of, as many at a time as a request may hold."""
         batch: dict[str, Picture] = {}
+        size = 0  # bytes
         first: dict[str, str] = {}  # the path of each picture, by its key
         for path in pictures:
             try:
@@ -154,10 +155,11 @@ class Enrolment:
                 if len(data) > self._most_bytes:
                     outcome.left_out[path] = f"it has {len(data):,} bytes, more than a request may have"
                     break
-                if batch and (len(batch) == self._most or _size(batch) + len(data) > self._most_bytes):
+                if batch and (len(batch) == self._most or size + len(data) > self._most_bytes):
                     yield batch
-                    batch = {}
+                    batch, size = {}, 0
                 batch[name] = picture
+                size += len(data)
         if batch:
             yield batch
 
@@ -243,10 +245,6 @@ class _Faces:
     def add(self, person: Person) -> None:
         self.ids |= set(person.faces)
         self.keys |= set(person.keys.values())
-
-
-def _size(batch: Mapping[str, Picture]) -> int:
-    return sum(len(cast("bytes", picture.image)) for picture in batch.values())
 
 
 def picture_key(data: bytes) -> str:

@@ -168,7 +168,7 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder", detecto
     require_contract(*between, compatible_contracts(embedder, flip))
     images = open_images(source, embedder.image_size, detector=detector)
     names = [images.key(i) for i in range(len(images))]
-    vectors, errors, warnings = embed_dataset(embedder, images, flip=flip)
+    vectors, errors, warnings, _ = embed_dataset(embedder, images, flip=flip)
     queries = Queries(names, vectors, {**_unsearchable(vectors), **errors}, warnings)
     if len(names) == 1 and queries.errors:
         raise DataError(queries.errors[0])

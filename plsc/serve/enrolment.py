@@ -144,7 +144,7 @@ async def embed_groups(
     names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
     service.check_inputs(len(inputs))
     embedded = await service.vectors(inputs, names, service.deadline(None), spaces.contracts)
-    if ask:
+    if ask and service.detector is not None:
         refuse_several(inputs, names, embedded.pictures)
     if service.settings.quality_gates:
         await asyncio.to_thread(_check_quality, service.settings.quality_gates, names, embedded)

@@ -110,6 +110,9 @@ SETTINGS = {
     "safe_writes.md": Setting(files="model.safetensors ada.jpg"),
     "bulk_enrolment.md": Setting(files="model.safetensors photos/"),
     "picture_quality.md": Setting(files="model.safetensors"),
+    "several_faces.md": Setting(
+        files="model.onnx party.jpg", parsed_only=["gallery enrol", "embed"]
+    ),  # of photos for a real detector
     "approximate_search.md": Setting(files="model.safetensors"),
     "monitoring.md": Setting(files="model.safetensors"),
     "audit_log.md": Setting(files="model.safetensors"),

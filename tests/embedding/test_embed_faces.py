@@ -109,3 +109,67 @@ def test_ranks_align_as_one_process_does(scene, tmp_path):
     assert embed(scene, tmp_path / "two", *given, "--nproc", "2", "--json", str(result)) == 0
     np.testing.assert_array_equal(EmbeddingSet(tmp_path / "one").rows(0, 4), EmbeddingSet(tmp_path / "two").rows(0, 4))
     assert json.loads(result.read_text())["errors"] == 1
+
+
+@pytest.fixture(scope="module")
+def crowd(scene, tmp_path_factory):
+    """Photos of two faces, of none, and of one, and the points of the faces, the best score first."""
+    folder = tmp_path_factory.mktemp("crowd")
+    faces = {"a.png": [2, 5], "b.png": [], "c/c.png": [3]}
+    for name, columns in faces.items():
+        pixels = np.random.default_rng(len(name)).integers(0, 50, (256, 256, 3), dtype=np.uint8)
+        for place, column in enumerate(columns):
+            pixels[96:128, 32 * column : 32 * column + 32, 2] = 250 - 10 * place
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / name)
+    return folder, faces
+
+
+def embed_crowd(scene, crowd, out, *more):
+    given = ["--data", str(crowd[0]), "--out", str(out), "--detector", f"onnx:{scene / 'd.onnx'}", *more]
+    return main(["embed", str(scene / "m.safetensors"), *given])
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_face_has_a_row(workers, scene, crowd, tmp_path, capsys):
+    out = tmp_path / "emb"
+    assert embed_crowd(scene, crowd, out, "--faces", "all", "--workers", workers) == 0
+    made = EmbeddingSet(out, verify=True)
+    assert list(made.keys) == ["a.png#1", "a.png#2", "b.png", "c/c.png#1"]
+    assert list(made.errors) == [2]
+    assert "no face was found" in made.errors[2]
+    assert made.manifest["alignment"].endswith(", every face")
+    assert [made.labels[row] for row in range(4)] == [-1, -1, -1, 0]
+    embedder = open_embedder(scene / "m.safetensors", device=torch.device("cpu"))
+    crops = [
+        align_face(read_image(crowd[0] / name), TEMPLATE - 56 + [32 * column, 96], 48)
+        for name, columns in crowd[1].items()
+        for column in columns
+    ]
+    np.testing.assert_allclose(made.rows(0, 4)[[0, 1, 3]], embedder(torch.stack(crops)).numpy(), atol=1e-4)
+    capsys.readouterr()
+    assert embed_crowd(scene, crowd, out, "--faces", "all", "--workers", workers) == 0
+    assert "0 embedded now" in capsys.readouterr().out
+    assert embed_crowd(scene, crowd, out, "--workers", workers) == 2
+
+
+def test_the_default_says_how_many_pictures_showed_several_faces(scene, crowd, tmp_path, capsys):
+    result = tmp_path / "result.json"
+    assert embed_crowd(scene, crowd, tmp_path / "emb", "--workers", "0", "--json", str(result)) == 0
+    assert "1 image showed several faces; the row is of the largest (--faces all)" in capsys.readouterr().out
+    assert json.loads(result.read_text())["several"] == 1
+    assert list(EmbeddingSet(tmp_path / "emb").keys) == ["a.png", "b.png", "c/c.png"]
+
+
+def test_every_face_needs_a_detector(scene, tmp_path, capsys):
+    assert embed(scene, tmp_path / "emb", "--faces", "all") == 2
+    assert "--faces all needs --detector" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_find_every_face_as_one_process_does(scene, crowd, tmp_path):
+    for name, more in (("one", []), ("two", ["--nproc", "2"])):
+        assert embed_crowd(scene, crowd, tmp_path / name, "--faces", "all", "--workers", "0", *more) == 0
+    one, two = EmbeddingSet(tmp_path / "one"), EmbeddingSet(tmp_path / "two")
+    assert list(one.keys) == list(two.keys)
+    np.testing.assert_array_equal(one.rows(0, 4), two.rows(0, 4))

@@ -42,8 +42,7 @@ _MATCH_BYTES = 96  # of a match besides its person
 _MAX_DEADLINE_MS = 3_600_000
 _SEARCHES = {"queries": [{"image": schemas.IMAGE}] * 2, "k": 5, "threshold": 0.4, "filter": schemas.FILTER}
 
-_FACES_MEANT = "`all` searches for every face that the detector finds, at most 64 of a picture, the largest first"
-Faces = Annotated[Literal["largest", "all"], Field(description=_FACES_MEANT)]
+Faces = Annotated[Literal["largest", "all"], Field(description="`all`: each face of a picture, at most 64, as `faces`")]
 
 router = APIRouter(tags=["search"], route_class=DirectRoute)
 Form = TypeVar("Form", bound=BaseModel)
