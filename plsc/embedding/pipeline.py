@@ -59,7 +59,7 @@ class Batch(NamedTuple):
     images: Tensor
     errors: dict[int, str]
     warnings: dict[int, str]
-    several: int
+    several: int = 0
 
 
 class Embedded(NamedTuple):
@@ -68,7 +68,7 @@ class Embedded(NamedTuple):
     rows: Float32
     errors: dict[int, str]
     warnings: dict[int, str]
-    several: int
+    several: int = 0
 
 
 @dataclass
