@@ -562,4 +562,25 @@ USING = (
         "query._replace(contract_id=None).units(state)",
         ("tests/gallery/test_second_space.py",),
     ),
+    Defect(
+        "the smallest of several faces is the first",
+        "plsc/embedding/detector.py",
+        "key=lambda face: -face.area)",
+        "key=lambda face: face.area)",
+        ("tests/embedding/test_detector.py", "tests/serve/test_faces.py"),
+    ),
+    Defect(
+        "a search of all faces is charged as one",
+        "plsc/serve/faces.py",
+        "charge(len(owners) - len(inputs) + 1)",
+        "charge(1)",
+        ("tests/serve/test_faces.py",),
+    ),
+    Defect(
+        "a picture of several faces is enrolled by the largest without a word",
+        "plsc/serve/faces.py",
+        "picture.found > 1 and item.face is None",
+        "picture.found > 64 and item.face is None",
+        ("tests/serve/test_faces.py",),
+    ),
 )
