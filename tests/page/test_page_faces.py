@@ -146,3 +146,11 @@ def test_a_folder_of_many_takes_the_largest_and_says_so(visit: Any, seeing: Page
     drop(page, {"team/Rosa/a.png": png(group([FACES[8], larger(FACES[9])])), "team/Sam/b.png": png(group([FACES[10]]))})
     page.get_by_role("button", name="Enrol 2 people").click()
     expect(page.locator("#many-report")).to_contain_text("a.png shows 2 faces, and the largest was taken")
+
+
+def test_more_matches_than_all_faces_may_have_are_of_the_largest(visit: Any, seeing: PageService, crowd: str) -> None:
+    page = visit(crowd, at=seeing)
+    page.locator("#search-k").fill("1000")
+    page.locator("#search-picture input").set_input_files(chosen(TWO))
+    expect(page.locator("#matches button.name")).to_have_count(len(NAMES))
+    expect(page.locator("#search-faces")).to_be_hidden()

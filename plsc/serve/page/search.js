@@ -12,6 +12,7 @@ import { countFaces, countItems, words } from "./words.js";
 
 const error = byId("search-error");
 const summary = byId("search-summary");
+const MOST_FACES = 64;   // of a picture, each with its matches: more than the service allows are of the largest alone
 let pictures = null;
 let matches = null;     // null before the first search; of the chosen face where the picture shows several
 let faces = [];         // of the picture, where it shows several
@@ -49,8 +50,9 @@ async function search() {
   byId("matches").setAttribute("aria-busy", "true");
   const done = await runWithErrors(error, async () => {
     const [file] = pictures.files;
-    const every = state.info.detector ? { faces: "all" } : {};
-    const body = { query: await asInput(file), ...every, k: Number(byId("search-k").value), ...chosenFilter() };
+    const k = Number(byId("search-k").value);
+    const every = state.info.detector && k * MOST_FACES <= state.info.limits.matches ? { faces: "all" } : {};
+    const body = { query: await asInput(file), ...every, k, ...chosenFilter() };
     const answer = await call("POST", inCollection(chosen(), "search"), { body, signal, files: { query: file } });
     const [result] = answer.results;
     [matches, facesFound] = [result.matches, result.faces_found ?? 0];
