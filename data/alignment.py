@@ -303,7 +303,7 @@ class AlignedImages(ImageDataset):
 
     @property
     def faces_found(self) -> int:
-        """How many faces the picture of the last image shows; 0 where none were looked for."""
+        """See :attr:`ImageDataset.faces_found`."""
         return getattr(self.locate, "found", 0)
 
     def image(self, index: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ def convert(
         overwrite: replace a ``.rec``, or a folder that this function wrote, once the new one is complete.
 
     Returns:
-        ``{"out", "images", "classes", "left_out"}``.
+        ``{"out", "images", "classes", "left_out"}``, and "several" where images are the largest of several faces.
 
     Raises:
         UsageError: ``out`` cannot be written, exists, or holds the images themselves.
@@ -70,7 +70,8 @@ def convert(
     images = _Images(dataset, encoding, max_bad_records, workers, Progress(label, len(dataset), quiet=quiet))
     with new_folder(out.absolute().parent):
         classes = _to_records(images, out, overwrite) if out.suffix == ".rec" else _to_folder(images, out)
-    return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out)}
+    several = {"several": images.several} if images.several else {}
+    return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out), **several}
 
 
 def check_out(source: str, out: Path, *, overwrite: bool) -> None:
@@ -101,13 +102,14 @@ class _Images:
         self.labels = first_labels(dataset.labels)  # int64 (N,)
         self.order = np.argsort(self.labels, kind="stable")
         self._encoded = map_in_workers(_Encoder(dataset, encoding), self.order, workers)
-        self.count = 0
+        self.count = self.several = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (index, label, encoded image) in order of label."""
-        for index, (data, error) in zip(self.order, self._encoded, strict=True):
+        for index, (data, error, faces) in zip(self.order, self._encoded, strict=True):
             self._progress.advance()
+            self.several += faces > 1
             if data is None:
                 self._leave_out(int(index), error)
             else:
@@ -127,20 +129,23 @@ class _Images:
             )
 
 
-class _Encoder(Dataset[tuple[bytes | None, str]]):
-    """Maps an index to (encoded image, "") or (None, error message): an exception would end the worker process."""
+class _Encoder(Dataset[tuple[bytes | None, str, int]]):
+    """Maps an index to (encoded image, "", faces in its picture) or (None, error message, 0).
+
+    An exception would end the worker process.
+    """
 
     def __init__(self, dataset: ImageDataset, encoding: Encoding) -> None:
         self.dataset, self.encoding = dataset, encoding
 
-    def __getitem__(self, index: np.int64) -> tuple[bytes | None, str]:
+    def __getitem__(self, index: np.int64) -> tuple[bytes | None, str, int]:
         try:
             data = encoded_image(self.dataset, int(index), self.encoding)
         except DataError as error:
-            return None, str(error)
+            return None, str(error), 0
         if suffix_of(data) is None:
-            return None, f"image {self.dataset.key(int(index))} of {self.dataset.source} is no image"
-        return data, ""
+            return None, f"image {self.dataset.key(int(index))} of {self.dataset.source} is no image", 0
+        return data, "", self.dataset.faces_found
 
 
 def _to_records(images: _Images, out: Path, overwrite: bool) -> int:

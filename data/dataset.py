@@ -191,6 +191,11 @@ class ImageDataset(ABC):
     def key(self, index: int) -> str:
         """Return the readable id of image ``index``: its path, or its record's key."""
 
+    @property
+    def faces_found(self) -> int:
+        """How many faces the picture shows that the last image was cut out of; 0 where none were looked for."""
+        return 0
+
     def metadata(self, index: int) -> dict[str, str]:
         """Return what the source says of image ``index`` besides its key and labels: texts by their names."""
         return {}

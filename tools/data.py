@@ -154,7 +154,8 @@ def _written(args: argparse.Namespace, images: "ImageDataset", noun: str = "imag
     result = convert(images, args.out, **common, **options)
     lost = counted(result["left_out"], "picture") if noun == "face" else f"{result['left_out']:,}"
     left_out = f", {lost} left out" if result["left_out"] else ""
-    show(f"{result['out']}: {_images_of_classes(result, noun)}{left_out}")
+    several = f", {result['several']:,} of them the largest of several" if "several" in result else ""
+    show(f"{result['out']}: {_images_of_classes(result, noun)}{several}{left_out}")
     return result
 
 

@@ -14,7 +14,7 @@ from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
 from plsc.index.index import Index
 from plsc.index.rows import Float32, searchable
-from plsc.progress import printable
+from plsc.progress import counted, note, printable
 
 if TYPE_CHECKING:
     from plsc.client import Client, Input, Match
@@ -168,7 +168,9 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder", detecto
     require_contract(*between, compatible_contracts(embedder, flip))
     images = open_images(source, embedder.image_size, detector=detector)
     names = [images.key(i) for i in range(len(images))]
-    vectors, errors, warnings, _ = embed_dataset(embedder, images, flip=flip)
+    vectors, errors, warnings, several = embed_dataset(embedder, images, flip=flip)
+    if several:
+        note(f"{counted(several, 'picture')} showed several faces; the largest is searched for")
     queries = Queries(names, vectors, {**_unsearchable(vectors), **errors}, warnings)
     if len(names) == 1 and queries.errors:
         raise DataError(queries.errors[0])

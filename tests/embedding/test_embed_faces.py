@@ -161,6 +161,18 @@ def test_the_default_says_how_many_pictures_showed_several_faces(scene, crowd, t
     assert list(EmbeddingSet(tmp_path / "emb").keys) == ["a.png", "b.png", "c/c.png"]
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_crops_and_queries_say_how_many_are_the_largest_of_several(workers, scene, crowd, tmp_path, capsys):
+    detector = ["--detector", f"onnx:{scene / 'd.onnx'}"]
+    assert main(["data", "align", str(crowd[0]), "--out", str(tmp_path / "x"), *detector, "--workers", workers]) == 0
+    assert "2 faces of 1 class, 1 of them the largest of several, 1 picture left out" in capsys.readouterr().out
+    assert embed_crowd(scene, crowd, tmp_path / "emb", "--workers", "0") == 0
+    assert main(["index", "build", str(tmp_path / "emb"), "--out", str(tmp_path / "idx")]) == 0
+    capsys.readouterr()
+    assert main(["index", "search", str(tmp_path / "idx"), "--query", str(crowd[0] / "a.png"), *detector]) == 0
+    assert "1 picture showed several faces; the largest is searched for" in capsys.readouterr().err
+
+
 def test_every_face_needs_a_detector(scene, tmp_path, capsys):
     assert embed(scene, tmp_path / "emb", "--faces", "all") == 2
     assert "--faces all needs --detector" in capsys.readouterr().err
