@@ -48,6 +48,15 @@ class EveryFace(AlignedImages):
         number = f"#{index - self._first[owner] + 1}" if len(self._landmarks[owner]) else ""
         return self.pictures.key(owner) + number
 
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return the picture's."""
+        return self.pictures.metadata(int(self._owners[index]))
+
+    @property
+    def faces_found(self) -> int:
+        """None are left out."""
+        return 0
+
     def sample_ids(self, start: int, stop: int) -> list[str]:
         """Return the keys."""
         return [self.key(index) for index in range(start, stop)]

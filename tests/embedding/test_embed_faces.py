@@ -3,9 +3,11 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from support.scrfd import stand_in
 
 from plsc import models
@@ -147,7 +149,7 @@ def test_every_face_has_a_row(workers, scene, crowd, tmp_path, capsys):
         for column in columns
     ]
     np.testing.assert_allclose(made.rows(0, 4)[[0, 1, 3]], embedder(torch.stack(crops)).numpy(), atol=1e-4)
-    capsys.readouterr()
+    assert "several faces" not in capsys.readouterr().out
     assert embed_crowd(scene, crowd, out, "--faces", "all", "--workers", workers) == 0
     assert "0 embedded now" in capsys.readouterr().out
     assert embed_crowd(scene, crowd, out, "--workers", workers) == 2
@@ -171,6 +173,17 @@ def test_crops_and_queries_say_how_many_are_the_largest_of_several(workers, scen
     capsys.readouterr()
     assert main(["index", "search", str(tmp_path / "idx"), "--query", str(crowd[0] / "a.png"), *detector]) == 0
     assert "1 picture showed several faces; the largest is searched for" in capsys.readouterr().err
+
+
+def test_every_face_has_its_pictures_metadata(scene, crowd, tmp_path):
+    names = list(crowd[1])
+    columns = {"image": [(crowd[0] / name).read_bytes() for name in names], "key": names, "site": ["x", "y", "z"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "crowd.parquet")
+    source = (tmp_path / "crowd.parquet", None)
+    assert embed_crowd(scene, source, tmp_path / "emb", "--faces", "all", "--workers", "0") == 0
+    made = EmbeddingSet(tmp_path / "emb")
+    assert list(made.keys) == ["a.png#1", "a.png#2", "b.png", "c/c.png#1"]
+    assert [made.metadata(row) for row in range(4)] == [{"site": site} for site in "xxyz"]
 
 
 def test_every_face_needs_a_detector(scene, tmp_path, capsys):
