@@ -25,7 +25,7 @@ from plsc.tools.entry import main
 
 _NAMES: dict[str | None, str] = {
     None: "server_metadata server_live server_ready live ready",
-    "search": "list_collections get_collection search info compare embeddings "
+    "search": "list_collections get_collection search detect info compare embeddings "
     "model_metadata model_ready infer version_metadata version_ready version_infer",
     "read": "list_persons get_person get_person_by_external_id get_thumbnail",
     "write": "create_collection compact_collection add_persons put_person update_person delete_person "
