@@ -22,7 +22,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -42,6 +42,10 @@ from plsc.files import (
 )
 from plsc.signing import is_asked_for, require_signed
 from plsc.text_files import text_lines
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 FORMAT = "plsc embedding set"
 SHARD_FORMAT = "plsc embedding shard"
@@ -201,6 +205,27 @@ class EmbeddingSet:
     def has_metadata(self) -> bool:
         """Whether any row has some."""
         return any(entry["files"].keys() >= METADATA_FILES for entry in self.manifest["shards"])
+
+    def to_batches(self) -> "Iterator[pa.RecordBatch]":
+        """Yield an Arrow batch of each shard, with the columns that :mod:`plsc.embedding.arrow_tables` lists.
+
+        Raises:
+            UsageError: pyarrow is not installed.
+        """
+        from plsc.embedding.arrow_tables import batches_of, schema_of
+
+        return batches_of(self, schema_of(self))
+
+    def to_arrow(self) -> "pa.Table":
+        """Return the whole set as an Arrow table: :meth:`to_batches` one behind the other."""
+        from plsc.embedding.arrow_tables import batches_of, load_pyarrow, schema_of
+
+        schema = schema_of(self)
+        return load_pyarrow().Table.from_batches(batches_of(self, schema), schema)
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return :meth:`to_arrow` as a DataFrame, whose embeddings are an array for each row."""
+        return self.to_arrow().to_pandas()
 
     @cached_property
     def errors(self) -> Mapping[int, str]:
