@@ -60,7 +60,11 @@ def shard_name(number: int) -> str:
 
 
 def is_embedding_set(source: str | Path) -> bool:
-    """Whether ``source`` is the folder of an embedding set."""
+    """Whether ``source`` is the folder of an embedding set, or a Parquet file of one."""
+    if Path(source).is_file():
+        from plsc.embedding.parquet_sets import is_parquet_set
+
+        return is_parquet_set(source)
     return Path(source).is_dir() and holds_manifest(Path(source), FORMAT)
 
 
@@ -100,7 +104,7 @@ class EmbeddingSet:
     Opening checks the manifest's digest and every file's presence, length and header.
 
     Args:
-        folder: of the set.
+        folder: of the set; or a Parquet file of embeddings (:mod:`plsc.embedding.parquet_sets`).
         verify: hash every file, too.
         own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
@@ -120,6 +124,10 @@ class EmbeddingSet:
 
     def __init__(self, folder: str | Path, *, verify: bool = False, own: bool = False) -> None:
         self.folder = Path(folder)
+        if self.folder.suffix == ".parquet" and self.folder.is_file():
+            from plsc.embedding.parquet_sets import set_of_parquet
+
+            self.folder = set_of_parquet(self.folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
