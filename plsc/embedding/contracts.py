@@ -10,6 +10,7 @@ text, in the order in which they came, with commas between.
 from collections.abc import Collection
 
 SEPARATOR = ","
+UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
 
 
 def models_in(contract_id: str) -> list[str]:

@@ -22,7 +22,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -43,6 +43,10 @@ from plsc.files import (
 from plsc.signing import is_asked_for, require_signed
 from plsc.text_files import text_lines
 
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
 FORMAT = "plsc embedding set"
 SHARD_FORMAT = "plsc embedding shard"
 VERSION = 1
@@ -56,7 +60,11 @@ def shard_name(number: int) -> str:
 
 
 def is_embedding_set(source: str | Path) -> bool:
-    """Whether ``source`` is the folder of an embedding set."""
+    """Whether ``source`` is the folder of an embedding set, or a Parquet file of one."""
+    if Path(source).is_file():
+        from plsc.embedding.parquet_sets import is_parquet_set
+
+        return is_parquet_set(source)
     return Path(source).is_dir() and holds_manifest(Path(source), FORMAT)
 
 
@@ -96,7 +104,7 @@ class EmbeddingSet:
     Opening checks the manifest's digest and every file's presence, length and header.
 
     Args:
-        folder: of the set.
+        folder: of the set; or a Parquet file of embeddings (:mod:`plsc.embedding.parquet_sets`).
         verify: hash every file, too.
         own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
@@ -116,6 +124,10 @@ class EmbeddingSet:
 
     def __init__(self, folder: str | Path, *, verify: bool = False, own: bool = False) -> None:
         self.folder = Path(folder)
+        if self.folder.suffix == ".parquet" and self.folder.is_file():
+            from plsc.embedding.parquet_sets import set_of_parquet
+
+            self.folder = set_of_parquet(self.folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
@@ -201,6 +213,27 @@ class EmbeddingSet:
     def has_metadata(self) -> bool:
         """Whether any row has some."""
         return any(entry["files"].keys() >= METADATA_FILES for entry in self.manifest["shards"])
+
+    def to_batches(self) -> "Iterator[pa.RecordBatch]":
+        """Yield an Arrow batch of each shard, with the columns that :mod:`plsc.embedding.arrow_tables` lists.
+
+        Raises:
+            UsageError: pyarrow is not installed.
+        """
+        from plsc.embedding.arrow_tables import batches_of, schema_of
+
+        return batches_of(self, schema_of(self))
+
+    def to_arrow(self) -> "pa.Table":
+        """Return the whole set as an Arrow table: :meth:`to_batches` one behind the other."""
+        from plsc.embedding.arrow_tables import batches_of, load_pyarrow, schema_of
+
+        schema = schema_of(self)
+        return load_pyarrow().Table.from_batches(batches_of(self, schema), schema)
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return :meth:`to_arrow` as a DataFrame, whose embeddings are an array for each row."""
+        return self.to_arrow().to_pandas()
 
     @cached_property
     def errors(self) -> Mapping[int, str]:

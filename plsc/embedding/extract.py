@@ -62,6 +62,7 @@ def extract(
     shard_rows: int | None = None,
     quiet: bool = False,
     overwrite: bool = False,
+    restart: bool = False,
 ) -> dict[str, Any]:
     """Embed every image of a data set into an embedding set, or resume where an earlier call stopped.
 
@@ -82,6 +83,7 @@ def extract(
         quiet: print no progress.
         overwrite: make a new set beside one that ``folder`` holds (in ``.NAME.new``, where a killed call is resumed),
             which takes its place when it is complete.
+        restart: empty a folder that was begun with other settings, instead of refusing it.
 
     Returns:
         The same on every rank: "rows", "errors", "first_errors" (at most 10 of {"key", "error"}), "embedded" (in this
@@ -105,7 +107,7 @@ def extract(
     target = final.with_name(f".{final.name}.new") if replaces else final
     writer = SetWriter(target, settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
     with ExitStack() as lock:
-        complete = on_main(lambda: _begin(writer, lock, replaces), mesh)
+        complete = on_main(lambda: _begin(writer, lock, replaces or restart), mesh)
         pending = _pending_shards(writer, dataset, mesh)
         if complete and pending:
             on_main(writer.reopen, mesh)
@@ -193,10 +195,10 @@ def _origin(source: object) -> str:
     return str(path.resolve()) if path.exists() else str(source)
 
 
-def _begin(writer: SetWriter, lock: ExitStack, replaces: bool) -> bool:
+def _begin(writer: SetWriter, lock: ExitStack, restart: bool) -> bool:
     """Lock and begin the folder; True if the set is complete."""
     lock.enter_context(sole_writer(writer.folder))
-    return writer.begin(restart=replaces)
+    return writer.begin(restart=restart)
 
 
 def _finish(writer: SetWriter, class_names: list[str], unchanged: bool, final: Path) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from plsc import files
 from plsc.arguments import as_integer
 from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files, write_npy_header
+from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.metadata import save_metadata
 from plsc.embedding.set_writer import write_embedding_set
@@ -28,7 +29,6 @@ FORMAT = "plsc index"
 VERSION = 1
 FAISS_FILE = "index.faiss"
 COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
-UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
 EXACT_UP_TO = 200_000  # rows; below, brute force answers in milliseconds and misses nothing
 MIN_ROWS_FOR_LATENCY = 1000  # below, no latency that can be asked for is missed
 

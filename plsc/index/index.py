@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from plsc.arguments import as_integer
 from plsc.embedding.columns import Float32, Int64, check_maps, check_unwritten, open_array, open_strings
+from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
 from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
 from plsc.errors import IntegrityError, UsageError
@@ -40,7 +41,6 @@ from plsc.index.build import (
     COLUMN_FILES,
     FAISS_FILE,
     FORMAT,
-    UNKNOWN_CONTRACT,
     VERSION,
     Labels,
     as_sets,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plsc.embedding.contracts import may_search
-from plsc.embedding.embedding_set import EmbeddingSet, require_contract
+from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set, require_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
 from plsc.index.index import Index
@@ -64,7 +64,7 @@ def open_queries(
         UsageError: there is no such source or model, or it is of another contract than the index, and not of a model
             that is compatible with it; or images come without a detector to an index of faces that were aligned.
     """
-    if (Path(source) / MANIFEST).is_file():
+    if (Path(source) / MANIFEST).is_file() or is_embedding_set(source):
         if detector is not None:
             raise UsageError(f"{source} is an embedding set, and --detector finds faces in images; leave it out")
         return _from_set(index, EmbeddingSet(source, verify=True))
@@ -184,7 +184,7 @@ def _service_queries(client: "Client", source: str | Path) -> Iterator[_ServiceQ
     from plsc.client import Vector
     from plsc.embedding.sources import open_pictures
 
-    if (Path(source) / MANIFEST).is_file():
+    if (Path(source) / MANIFEST).is_file() or is_embedding_set(source):
         embedded = EmbeddingSet(source, verify=True)
         for shard in embedded:
             yield from zip(shard.keys, (Vector(row, embedded.contract_id) for row in shard.embeddings), strict=True)

@@ -113,6 +113,7 @@ SETTINGS = {
     "several_faces.md": Setting(
         files="model.onnx party.jpg", parsed_only=["gallery enrol", "embed"]
     ),  # of photos for a real detector
+    "embedding_sets.md": Setting(files="model.safetensors photos/"),
     "approximate_search.md": Setting(files="model.safetensors"),
     "monitoring.md": Setting(files="model.safetensors"),
     "audit_log.md": Setting(files="model.safetensors"),

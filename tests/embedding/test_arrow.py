@@ -1,0 +1,316 @@
+"""Embedding sets as Arrow tables and Parquet files: others read the same bits, and plsc takes the files back."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plsc.embedding import parquet_sets
+from plsc.embedding.arrow_tables import write_parquet
+from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
+from plsc.embedding.set_writer import SetWriter, ShardRows
+from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import MANIFEST
+from plsc.index import Index
+from plsc.signing import VERIFY_KEY
+from plsc.tools.entry import main
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS, DIM, SHARD = 70, 8, 32
+VECTORS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
+LABELS = np.arange(ROWS, dtype=np.int64)[::-1] % 4 - 1  # the first class to be seen is not the first of all
+NAMES = ["Zoë", "Ada", "陳"]
+ABOUT = {"flip": True, "image_size": 112, "compatible_with": ["old"], "alignment": "five points"}
+
+
+def make(folder: Path, dtype: str = "float32", *, metadata: bool = True, whole: bool = False) -> EmbeddingSet:
+    """A set of three shards and further columns; unless it is ``whole``, row 2 is an error and row 3 infinite."""
+    vectors = VECTORS.astype(dtype)
+    if not whole:
+        vectors[2], vectors[3, 1] = 0, np.inf
+    rows = [{"site": f"Å{row % 2}", "key": f"of {row}"} if row % 3 else {} for row in range(ROWS)]
+    size = {"dim": DIM, "dtype": dtype, "rows": ROWS, "shard_rows": SHARD}
+    writer = SetWriter(folder, {"contract_id": "model-a", **size, **ABOUT}, {"model": "a.onnx"})
+    writer.begin()
+    for number in range(writer.shard_count):
+        part = slice(*writer.shard_range(number))
+        keys = [f"é {row}.jpg" for row in range(ROWS)][part]
+        about: dict[str, Any] = {"errors": {2: "broken"} if number == 0 and not whole else {}}
+        about |= {"metadata": rows[part]} if metadata else {}
+        columns = vectors[part], np.arange(ROWS)[part] * 10 + 5, LABELS[part], keys
+        writer.publish(number, ShardRows(part.start, *columns, **about))
+    return writer.finish(NAMES)
+
+
+class FailingNames(list[str]):
+    """Class names that end the process, so to say, when they are looked up in the second shard."""
+
+    looked_up = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looked_up += 1
+        if self.looked_up > len(NAMES):
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def bits(vectors: Any, dtype: str) -> Any:
+    return np.asarray(vectors).astype(dtype, copy=False).view(np.uint32 if dtype == "float32" else np.uint16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_others_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    source = make(tmp_path / "set", dtype)
+    write_parquet(source, tmp_path / "set.parquet")
+    expected = bits(np.concatenate([shard.embeddings for shard in source]), dtype)
+    table = pq.read_table(tmp_path / "set.parquet")
+    assert table.schema.equals(source.to_arrow().schema, check_metadata=True)
+    assert table.column("embedding").type == pa.list_(pa.field("element", pa.from_numpy_dtype(dtype)), DIM)
+    for read in (table, source.to_arrow()):
+        flat = np.concatenate([chunk.flatten().to_numpy() for chunk in read.column("embedding").chunks])
+        assert flat.dtype == dtype
+        np.testing.assert_array_equal(bits(flat, dtype).reshape(ROWS, DIM), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_pandas_and_duckdb_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
+    write_parquet(source, path)
+    expected = np.concatenate([shard.embeddings for shard in source])
+    for frame in (source.to_pandas(), pandas.read_parquet(path)):
+        np.testing.assert_array_equal(bits(np.stack(frame["embedding"]), dtype), bits(expected, dtype))
+        assert frame["id"].tolist() == [row * 10 + 5 for row in range(ROWS)]
+    duckdb = pytest.importorskip("duckdb")
+    read = duckdb.sql(f"SELECT embedding FROM '{path}' ORDER BY id").fetchall()
+    found = np.array([row[0] for row in read], np.float32)
+    np.testing.assert_array_equal(bits(found, "float32"), bits(expected.astype(np.float32), "float32"))
+
+
+def test_a_table_says_of_each_row_what_the_set_says(tmp_path: Path) -> None:
+    source = make(tmp_path / "set")
+    assert [len(batch) for batch in source.to_batches()] == [32, 32, 6]
+    rows = source.to_arrow().to_pylist()
+    assert [row["key"] for row in rows] == list(source.keys)
+    assert [row["label"] for row in rows] == [None if label < 0 else NAMES[label] for label in LABELS]
+    assert [row["class"] for row in rows] == LABELS.tolist()
+    assert [number for number, row in enumerate(rows) if row["error"] is not None] == [2]
+    assert rows[2]["error"] == "broken"
+    assert (rows[4]["site"], rows[4]["metadata.key"]) == ("Å0", "of 4")
+    assert (rows[3]["site"], rows[3]["metadata.key"]) == (None, None)
+
+
+def test_the_schema_states_the_contract(tmp_path: Path) -> None:
+    about = json.loads(make(tmp_path / "set").to_arrow().schema.metadata[b"plsc"])
+    whole = {"format": "plsc embedding set", "version": 1, "normalized": False, "dim": DIM, "model": "a.onnx"}
+    assert about == {**whole, "contract_id": "model-a", **ABOUT}
+
+
+def test_a_set_without_further_columns_has_none(tmp_path: Path) -> None:
+    names = make(tmp_path / "set", metadata=False).to_arrow().schema.names
+    assert names == ["key", "embedding", "id", "label", "class", "error"]
+
+
+def test_a_file_has_a_row_group_of_each_shard_and_appears_whole(
+    tmp_path: Path,
+) -> None:
+    source, path = make(tmp_path / "set"), tmp_path / "out" / "set.parquet"
+    path.parent.mkdir()
+    whole = source.class_names
+    source.class_names = FailingNames(whole)
+    with pytest.raises(KeyboardInterrupt):
+        write_parquet(source, path)
+    assert list(path.parent.iterdir()) == []
+    source.class_names = whole
+    write_parquet(source, path)
+    assert [path.name for path in path.parent.iterdir()] == ["set.parquet"]
+    metadata = pq.ParquetFile(path).metadata
+    assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [32, 32, 6]
+
+
+def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
+    source = make(tmp_path / "set")
+    source.class_names = NAMES[:2]
+    with pytest.raises(DataError, match="holds labels outside its 2 classes"):
+        source.to_arrow()
+
+
+def test_a_missing_pyarrow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(tmp_path / "set")
+    known = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name == "pyarrow":
+            raise ImportError(name)
+        return known(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"need pyarrow: pip install 'plsc-torch\[parquet\]'"):
+        source.to_arrow()
+
+
+def table(path: Path, /, **columns: Any) -> Path:
+    """A stranger's file."""
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def vectors(rows: Any, kind: Any = None) -> Any:
+    return pa.array([None if row is None else list(row) for row in rows], kind or pa.list_(pa.float32()))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
+    monkeypatch.setattr(parquet_sets, "_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
+    source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
+    write_parquet(source, path)
+    back = EmbeddingSet(path)
+    assert content(back.folder) == content(source.folder)
+    assert (back.errors, back.contract_id) == (source.errors, "model-a")
+    assert [back.metadata(row) for row in range(ROWS)] == [source.metadata(row) for row in range(ROWS)]
+    assert {name: back.manifest[name] for name in ABOUT} == ABOUT
+    Index.build(source, tmp_path / "a.idx", quiet=True)
+    Index.build(path, tmp_path / "b.idx", quiet=True)
+    assert content(tmp_path / "a.idx") == content(tmp_path / "b.idx")
+
+
+def test_a_file_is_made_a_set_once_until_it_is_another(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+    first = EmbeddingSet(path).folder
+    stamp = (first / MANIFEST).stat().st_mtime_ns
+    assert EmbeddingSet(path).folder == first
+    assert (first / MANIFEST).stat().st_mtime_ns == stamp
+    table(path, vector=vectors(VECTORS[:50]))
+    second = EmbeddingSet(path)
+    assert len(second) == 50
+    assert list(first.parent.iterdir()) == [second.folder]
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_goes_well_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+    publish = SetWriter.publish
+
+    def stopped(writer: SetWriter, number: int, rows: ShardRows) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+        publish(writer, number, rows)
+
+    monkeypatch.setattr(SetWriter, "publish", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        EmbeddingSet(path)
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
+    monkeypatch.setattr(SetWriter, "publish", publish)
+    np.testing.assert_array_equal(EmbeddingSet(path).rows(0, ROWS), VECTORS)
+
+
+@pytest.mark.parametrize("kind", ["list", "large_list", "fixed", "double"])
+def test_strangers_columns_are_taken(tmp_path: Path, kind: str) -> None:
+    double = pa.list_(pa.float64())
+    lists = {"large_list": pa.large_list(pa.float32()), "fixed": pa.list_(pa.float32(), 2), "double": double}
+    rows = [[1, 2], None, [3, np.nan], [np.inf, 4], [0, 0], [5, 6]]
+    path = table(
+        tmp_path / "x.parquet",
+        vector=vectors(rows, lists.get(kind)),
+        path=["a", "b", None, "d", "e", "f"],
+        id=[7, 6, 5, 4, 3, 2],
+        label=pa.array(["Zoë", "Ada", None, "Ada", "Zoë", "Ada"]).dictionary_encode(),
+        age=[1, None, 3, 4, 5, 6],
+        nested=[[1]] * 6,
+    )
+    found = EmbeddingSet(path)
+    assert (found.contract_id, list(found.keys), found.ids.tolist()) == ("unknown", list("ab2def"), [7, 6, 5, 4, 3, 2])
+    assert (list(found.class_names), found.labels.tolist()) == (["Ada", "Zoë"], [1, 0, -1, 0, 1, 0])
+    np.testing.assert_array_equal(found.rows(0, 6), [row or [0, 0] for row in rows])
+    assert list(found.errors) == [1]
+    assert [found.metadata(row) for row in (0, 1)] == [{"age": "1"}, {}]
+    index = Index.build(path, tmp_path / "x.idx", quiet=True)
+    assert index.manifest["left_out"] == {"error": 1, "not_finite": 2, "zero": 1}
+
+
+def test_numbers_as_labels_and_keys(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.parquet", embedding=vectors(VECTORS[:4]), id=[3, 1, 2, 0], label=[10, -1, 9, 10])
+    found = EmbeddingSet(path)
+    assert (list(found.class_names), found.labels.tolist()) == (["9", "10"], [1, -1, 0, 1])
+    assert list(found.keys) == ["3", "1", "2", "0"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "text"),
+    [
+        ({"vector": [[1.0, 2.0], [1.0, 2.0, 3.0]]}, DataError, r"row 1 of .* a vector of 3, and those before have 2"),
+        ({"vectors": [[1.0]]}, UsageError, r"no column of embeddings \(embedding, embeddings, vector\), but 'vectors'"),
+        ({"vector": [[1, 2]]}, UsageError, r"is list<element: int64>, and embeddings are lists of floating point"),
+        ({"vector": [1.0]}, UsageError, r"is double, and embeddings are lists"),
+        ({"vector": pa.array([[], []], pa.list_(pa.float32()))}, DataError, r"no embedding of 1 to 1,048,576 numbers"),
+        ({"vector": pa.array([None], pa.list_(pa.float32()))}, DataError, r"no embedding of 1 to"),
+        ({"vector": pa.array([], pa.list_(pa.float32()))}, DataError, r"claims 0 rows"),
+        ({"vector": [[1.0]], "label": [0.5]}, UsageError, r"is double, and labels are texts or whole numbers"),
+        ({"vector": [[1.0]] * 2, "id": [1, None]}, DataError, r"rows without an id"),
+        ({"vector": [[1.0]], "id": pa.array([2**63], pa.uint64())}, DataError, r"cannot be read as Parquet"),
+    ],
+)
+def test_what_is_no_set_is_told_in_a_line(tmp_path: Path, columns: Any, error: type[Exception], text: str) -> None:
+    path = table(tmp_path / "x.parquet", **columns)
+    with pytest.raises(error, match=text) as told:
+        EmbeddingSet(path)
+    assert "\n" not in str(told.value)
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
+
+
+@pytest.mark.parametrize("about", [b"{", b"[]", b'{"dim": 8}', b'{"contract_id": 3}'])
+def test_a_contract_that_is_none_is_refused(tmp_path: Path, about: bytes) -> None:
+    pq.write_table(
+        pa.table({"embedding": vectors(VECTORS)}).replace_schema_metadata({b"plsc": about}), tmp_path / "x.parquet"
+    )
+    with pytest.raises(DataError, match="states its contract wrongly"):
+        EmbeddingSet(tmp_path / "x.parquet")
+
+
+def test_every_cut_file_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS[:3]))
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match="cannot be read as Parquet"):
+            EmbeddingSet(path)
+
+
+def test_a_file_of_pictures_is_no_set(tmp_path: Path) -> None:
+    columns = {"embedding": vectors(VECTORS[:1])}
+    assert is_embedding_set(table(tmp_path / "a.parquet", **columns))
+    assert not is_embedding_set(table(tmp_path / "b.parquet", **columns, image=[b"picture"]))
+    assert not is_embedding_set(table(tmp_path / "c.parquet", image=[b"picture"]))
+    assert not is_embedding_set(tmp_path / "none.parquet")
+
+
+def test_a_file_is_refused_where_signatures_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+    EmbeddingSet(path)
+    monkeypatch.setenv(VERIFY_KEY, "key.pem")
+    with pytest.raises(IntegrityError, match="carries no signature"):
+        EmbeddingSet(path)
+
+
+def test_commands_take_a_file(tmp_path: Path) -> None:
+    write_parquet(make(tmp_path / "set", whole=True), path := tmp_path / "set.parquet")
+    assert main(["index", "build", str(path), "--out", str(tmp_path / "x.idx")]) == 0
+    assert main(["index", "search", str(tmp_path / "x.idx"), "--query", str(path), "--json", str(tmp_path / "m")]) == 0
+    found = json.loads((tmp_path / "m").read_text())["queries"]
+    assert [query["matches"][0]["key"] for query in found] == [f"é {row}.jpg" for row in range(ROWS)]
+    assert main(["gallery", "import", str(tmp_path / "store"), "people", str(path)]) == 0
+    assert main(["cluster", str(path), "--out", str(tmp_path / "clusters"), "--k", "3"]) == 0
+    assert main(["eval", "--probe", "knn", "--data", str(path)]) == 0
+    assert main(["index", "build", str(table(tmp_path / "y.parquet", n=[1])), "--out", str(tmp_path / "y.idx")]) == 2
