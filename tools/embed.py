@@ -95,15 +95,16 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _folder(args: argparse.Namespace) -> Path:
     """The folder of the set: OUT itself, or beside a Parquet file the one that its rows are in until it is complete."""
-    if args.out.suffix != ".parquet" or args.out.is_dir():
-        return args.out
+    out: Path = args.out
+    if out.suffix != ".parquet" or out.is_dir():
+        return out
     from plsc.embedding.arrow_tables import load_pyarrow
 
     if args.sign is not None:
         raise UsageError("--sign signs the folder of an embedding set, and Parquet has no place for it: name a folder")
     load_pyarrow()  # before the work
-    folder: Path = args.out.with_name(f".{args.out.name}.emb")
-    check_output(args.out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
+    folder = out.with_name(f".{out.name}.emb")
+    check_output(out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
     return folder
 
 

@@ -42,7 +42,8 @@ def load_pyarrow() -> ModuleType:
         raise UsageError(
             "Arrow and Parquet tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'"
         ) from None
-    return pyarrow
+    module: ModuleType = pyarrow
+    return module
 
 
 def schema_of(source: EmbeddingSet) -> "pa.Schema":
