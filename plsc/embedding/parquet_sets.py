@@ -28,6 +28,7 @@ from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM
 from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
 from plsc.files import atomic_folder, holds_manifest, remove_leftovers
+from plsc.regular_files import open_regular
 from plsc.signing import is_asked_for
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _opened(path: Path) -> Iterator[Any]:
     load_pyarrow()
     from pyarrow import parquet
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         with _readable(path):
             opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER)
         yield opened

@@ -79,14 +79,15 @@ def test_others_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_pandas_and_duckdb_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
-    pandas = pytest.importorskip("pandas")
+    import duckdb
+    import pandas
+
     source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
     write_parquet(source, path)
     expected = np.concatenate([shard.embeddings for shard in source])
     for frame in (source.to_pandas(), pandas.read_parquet(path)):
         np.testing.assert_array_equal(bits(np.stack(frame["embedding"]), dtype), bits(expected, dtype))
         assert frame["id"].tolist() == [row * 10 + 5 for row in range(ROWS)]
-    duckdb = pytest.importorskip("duckdb")
     read = duckdb.sql(f"SELECT embedding FROM '{path}' ORDER BY id").fetchall()
     found = np.array([row[0] for row in read], np.float32)
     np.testing.assert_array_equal(bits(found, "float32"), bits(expected.astype(np.float32), "float32"))
