@@ -2,13 +2,15 @@
 
   plsc cluster photos.emb --k 10000 --out clusters/
   plsc cluster photos.emb --k 1000000 --out clusters/ --nproc 8 --mini-batch 1000000 --iterations 200 --top 10
+  plsc cluster photos.emb --centres found.npy --out clusters/
   plsc cluster photos.emb --method connected --threshold 0.6 --links pairs.tsv --out clusters/
   plsc cluster photos.emb --method hdbscan --min-size 5 --out clusters/
 
 kmeans is spherical k-means: every point goes to its nearest centre, exactly, and a centre is the normalised mean of its
-points; empty ones are put elsewhere. connected joins what edges of --threshold and more connect in the graph of
-nearest neighbours; hdbscan takes its dense parts (scikit-learn: pip install plsc-torch[cluster]). A line of --links is
-key<TAB>key<TAB>must|cannot. Train with data.train = the pictures and data.labels = "clusters/labels.npy".
+points; empty ones are put elsewhere. With --centres it assigns every point to centres that something else found, and
+moves none. connected joins what edges of --threshold and more connect in the graph of nearest neighbours; hdbscan takes
+its dense parts (scikit-learn: pip install plsc-torch[cluster]). A line of --links is key<TAB>key<TAB>must|cannot. Train
+with data.train = the pictures and data.labels = "clusters/labels.npy".
 
 If the command is stopped, or killed, run it again: k-means goes on after its last iteration, with any number of
 processes, and ends in the same centres, bit for bit. --overwrite starts anew.
@@ -33,7 +35,7 @@ from plsc.tools.entry import (
 )
 
 HELP = "cluster an embedding set into classes to train on"
-_OF_KMEANS = ("k", "iterations", "tolerance", "seeds", "balanced", "mini_batch", "top")
+_OF_KMEANS = ("k", "iterations", "tolerance", "seeds", "balanced", "mini_batch", "centres", "top")
 _OF_GRAPHS = ("threshold", "neighbours", "min_size", "links")
 _ratio = number(float, lambda value: value >= 1, "it must be at least 1")
 _cosine = number(float, lambda value: -1 <= value <= 1, "a cosine lies between -1 and 1")
@@ -65,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="no cluster has more than R times the mean number of points, rounded up",
     )
     means("--mini-batch", type=positive, metavar="N", help="points of an iteration (all)")
+    means("--centres", type=Path, metavar="NPY", help="assign to these centres (K, D), without iterations")
     means("--top", type=positive, metavar="K", help="write the K nearest centres of each row, with cosines")
     graphs = parser.add_argument_group("connected, hdbscan").add_argument
     graphs("--threshold", type=_cosine, metavar="T", help="connected: least cosine of an edge")
@@ -88,6 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     import torch
 
     from plsc.cluster.folder import GraphOptions, cluster
+    from plsc.cluster.given import GivenCentres
     from plsc.cluster.kmeans import KMeansOptions
     from plsc.parallel.mesh import initialised
 
@@ -96,7 +100,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     names = _OF_KMEANS if args.method == "kmeans" else _OF_GRAPHS
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     top = given.pop("top", 0)
-    options = KMeansOptions(seed=args.seed, **given) if args.method == "kmeans" else GraphOptions(args.method, **given)
+    options: KMeansOptions | GivenCentres | GraphOptions
+    if args.method != "kmeans":
+        options = GraphOptions(args.method, **given)
+    else:
+        options = GivenCentres(**given) if args.centres is not None else KMeansOptions(seed=args.seed, **given)
     with initialised("cpu") as mesh:
         report = cluster(EmbeddingSet(args.set), args.out, options, mesh, top=top, overwrite=args.overwrite)
     if not mesh.is_main:
@@ -111,7 +119,10 @@ def _check(args: argparse.Namespace) -> None:
     for name in others:
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is not an option of --method {args.method}; leave it out")
-    if args.method == "kmeans" and args.k is None:
+    for name in _OF_KMEANS[:-2] if args.centres is not None else ():
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is not for --centres, which stay as they are; leave it out")
+    if args.method == "kmeans" and args.k is None and args.centres is None:
         raise UsageError("--k is missing: how many clusters; or --method connected or hdbscan, which find the number")
     if args.method == "connected" and args.threshold is None:
         raise UsageError("--threshold is missing: the least cosine that connects two rows")

@@ -22,6 +22,7 @@ import torch
 from plsc.cluster.agreement import agreement
 from plsc.cluster.assignment import Points, nearest, usable_rows
 from plsc.cluster.balanced import balanced_labels
+from plsc.cluster.given import GivenCentres, read_centres
 from plsc.cluster.graph import Links, connected, hdbscan, neighbour_graph, read_links
 from plsc.cluster.kmeans import KMeans, KMeansOptions
 from plsc.cluster.means import Sums, inertia
@@ -95,7 +96,7 @@ class Clusters:
 def cluster(
     source: EmbeddingSet,
     folder: Path,
-    options: KMeansOptions | GraphOptions,
+    options: KMeansOptions | GivenCentres | GraphOptions,
     mesh: Mesh,
     *,
     top: int = 0,
@@ -110,7 +111,7 @@ def cluster(
 
     Raises:
         UsageError: the folder holds something else, or a clustering with other settings; there are fewer points than
-            centres.
+            centres; centres from elsewhere do not fit.
         DataError: a row is zero; what an earlier call has left is damaged.
     """
     settings = {"set": digest(source.manifest), "top": top, **asdict(options)}
@@ -119,18 +120,24 @@ def cluster(
         with open_regular(options.links) as links:
             settings["content of links"] = describe_open_file(links)["sha256"]
     _check(source, options, folder)
+    if isinstance(options, GivenCentres):
+        given = read_centres(options.centres, source.dim)
+        with open_regular(options.centres) as file:
+            settings["centres"] = describe_open_file(file)["sha256"]
     with ExitStack() as lock:
         if on_main(lambda: _begin(folder, settings, lock, overwrite), mesh):
             return on_main(lambda: dict(read_json(folder / "report.json")), mesh)
         points = raise_on_all_ranks(mesh, lambda: Points(source, mesh.rank, mesh.world_size))
         if isinstance(options, KMeansOptions):
             clusters = _by_means(source, points, folder / "state", options, mesh, top, quiet)
+        elif isinstance(options, GivenCentres):
+            clusters = _by_centres(source, points, given, mesh, top)
         else:
             clusters = _by_graph(source, points, options, mesh)
         return on_main(lambda: _finish(source, folder, settings, clusters), mesh)
 
 
-def _check(source: EmbeddingSet, options: KMeansOptions | GraphOptions, folder: Path) -> None:
+def _check(source: EmbeddingSet, options: KMeansOptions | GivenCentres | GraphOptions, folder: Path) -> None:
     """Refuse what cannot be, before the folder is made."""
     count = len(usable_rows(source))
     if not count:
@@ -176,21 +183,30 @@ def _by_means(
     source: EmbeddingSet, points: Points, state: Path, options: KMeansOptions, mesh: Mesh, top: int, quiet: bool
 ) -> Clusters:
     best = KMeans(points, source, options, state, mesh, quiet=quiet).fit()
-    width = min(max(top, 1), options.k)
-    cosines, labels = nearest(points, best.centres, width)
+    clusters = _by_centres(source, points, best.centres, mesh, top, options.balanced)
+    clusters.history = best.history
+    return clusters
+
+
+def _by_centres(
+    source: EmbeddingSet, points: Points, every: Float32, mesh: Mesh, top: int, balanced: float | None = None
+) -> Clusters:
+    """The exact assignment to the centres ``every`` (k, D), of which those without points are left out."""
+    width = min(max(top, 1), len(every))
+    cosines, labels = nearest(points, every, width)
     own = labels[:, 0].copy()
-    if options.balanced is not None:
-        own = balanced_labels(points, best.centres, options.balanced, mesh)
+    if balanced is not None:
+        own = balanced_labels(points, every, balanced, mesh)
     used = np.unique(all_gather_rows(torch.from_numpy(np.unique(own)), mesh).numpy())
-    centres = best.centres[used]
-    if len(used) < options.k:  # centres without points are no clusters
+    centres = every[used]
+    if len(used) < len(every):  # centres without points are no clusters
         own = np.searchsorted(used, own)
         cosines, labels = nearest(points, centres, min(width, len(used)))
     with_own = _own_cosines(points, centres, own)
     everything = [_whole(source, points, part, mesh) for part in (own, with_own, labels, cosines)]
     found = (everything[2], everything[3]) if top else None
     total = inertia(with_own, mesh)
-    return Clusters(everything[0], everything[1], centres, found, best.history, total)
+    return Clusters(everything[0], everything[1], centres, found, [], total)
 
 
 def _by_graph(source: EmbeddingSet, points: Points, options: GraphOptions, mesh: Mesh) -> Clusters:

@@ -150,40 +150,53 @@ def stopped_at(log: str) -> int:
     return int(log.partition("stopped by a signal after step ")[2].partition(";")[0].replace(",", ""))
 
 
-def pytorch_job() -> Any:
-    return yaml.safe_load(block("faces.yaml"))
+def kubernetes() -> dict[str, Any]:
+    """The objects of the page's file by their kinds."""
+    return {each["kind"]: each for each in yaml.safe_load_all(block("faces.yaml"))}
 
 
-def test_the_job_of_kubernetes_fits_the_published_schema() -> None:
-    schema = json.loads(gzip.decompress((ROOT / "tests" / "fixtures" / "pytorchjob_v1.json.gz").read_bytes()))
-    check = jsonschema_rs.validator_for(schema)
-    assert [str(error) for error in check.iter_errors(pytorch_job())] == []
-    wrong = pytorch_job()
-    wrong["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    assert not check.is_valid(wrong)
+def test_the_objects_of_kubernetes_fit_the_published_schemas() -> None:
+    packed = (ROOT / "tests" / "fixtures" / "kubeflow_trainer_v1alpha1.json.gz").read_bytes()
+    schemas, objects = json.loads(gzip.decompress(packed)), kubernetes()
+    assert objects.keys() == schemas.keys() == {"TrainingRuntime", "TrainJob"}
+    checks = {kind: jsonschema_rs.validator_for(schema) for kind, schema in schemas.items()}
+    for kind, check in checks.items():
+        assert [str(error) for error in check.iter_errors(objects[kind])] == []
+    reference = objects["TrainJob"]["spec"]["runtimeRef"]
+    assert reference == {"kind": "TrainingRuntime", "name": objects["TrainingRuntime"]["metadata"]["name"]}
+    objects["TrainJob"]["spec"]["trainer"]["nodes"] = 2
+    (job,) = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert not any(check.is_valid(objects[kind]) for kind, check in checks.items())
 
 
 @pytest.mark.live
 @pytest.mark.slow
-def test_the_pods_command_trains_under_the_operators_variables(tmp_path: Path) -> None:
-    """The operator's variables for an elastic job, as its controller sets them, with one machine of the two."""
-    spec = pytorch_job()["spec"]
-    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+def test_the_pods_command_trains_under_the_trainers_variables(tmp_path: Path) -> None:
+    """The variables that Trainer's plug-in for torch sets in each pod, here two of one process on this machine."""
+    trainer = kubernetes()["TrainJob"]["spec"]["trainer"]
     (tmp_path / "faces.toml").write_text(FACES.replace("steps = 40", "steps = 2"))
-    words = [word.replace("/shared", str(tmp_path)) for word in container["command"] + container["args"]]
+    words = [word.replace("/shared", str(tmp_path)) for word in trainer["command"] + trainer["args"]]
     assert words[:3] == ["torchrun", "--no-python", "plsc"]
-    elastic = spec["elasticPolicy"]
     variables = {
-        "PET_RDZV_BACKEND": elastic["rdzvBackend"],
-        "PET_RDZV_ENDPOINT": f"localhost:{free_port()}",
-        "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
-        "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
+        "PET_NNODES": str(trainer["numNodes"]),
         "PET_NPROC_PER_NODE": "1",
-        "PET_RDZV_CONF": "last_call_timeout=1",  # for the second machine, which does not come; 30 s
-        **{each["name"]: each["value"] for each in container["env"]},
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": str(free_port()),
+        **{each["name"]: each["value"] for each in trainer["env"]},
     }
-    done = subprocess.run(
-        words, cwd=tmp_path, env=commands_first() | variables, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert "trained 2 steps" in done.stdout
+    logs = [tmp_path / f"pod-{rank}.log" for rank in range(trainer["numNodes"])]
+    pods = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = commands_first() | variables | {"PET_NODE_RANK": str(rank)}
+            with log.open("w") as file:
+                pods.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=file, stderr=file))
+        codes = [pod.wait(timeout=200) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.terminate()  # torchrun ends its ranks
+            pod.wait(timeout=60)
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert "trained 2 steps" in logs[0].read_text()
+    assert "2 ranks" in (tmp_path / "runs" / "faces" / "train.log").read_text()
