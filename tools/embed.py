@@ -86,7 +86,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     summary = _embed(args, folder)
     if summary is not None:
         if folder != args.out:
-            _write_parquet(folder, args.out)
+            from plsc.embedding.arrow_tables import write_parquet
+            from plsc.embedding.embedding_set import EmbeddingSet
+
+            write_parquet(EmbeddingSet(folder, own=True), args.out)
+            shutil.rmtree(folder)
         _report(summary)
         if key is not None:
             sign(args.out, key)
@@ -95,24 +99,17 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _folder(args: argparse.Namespace) -> Path:
     """The folder of the set: OUT itself, or beside a Parquet file the one that its rows are in until it is complete."""
-    if args.out.suffix != ".parquet" or args.out.is_dir():
-        return args.out
+    out: Path = args.out
+    if out.suffix != ".parquet" or out.is_dir():
+        return out
     from plsc.embedding.arrow_tables import load_pyarrow
 
     if args.sign is not None:
         raise UsageError("--sign signs the folder of an embedding set, and Parquet has no place for it: name a folder")
     load_pyarrow()  # before the work
-    folder: Path = args.out.with_name(f".{args.out.name}.emb")
-    check_output(args.out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
+    folder = out.with_name(f".{out.name}.emb")
+    check_output(out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
     return folder
-
-
-def _write_parquet(folder: Path, path: Path) -> None:
-    from plsc.embedding.arrow_tables import write_parquet
-    from plsc.embedding.embedding_set import EmbeddingSet
-
-    write_parquet(EmbeddingSet(folder, own=True), path)
-    shutil.rmtree(folder)
 
 
 def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
