@@ -86,7 +86,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     summary = _embed(args, folder)
     if summary is not None:
         if folder != args.out:
-            _write_parquet(folder, args.out)
+            from plsc.embedding.arrow_tables import write_parquet
+            from plsc.embedding.embedding_set import EmbeddingSet
+
+            write_parquet(EmbeddingSet(folder, own=True), args.out)
+            shutil.rmtree(folder)
         _report(summary)
         if key is not None:
             sign(args.out, key)
@@ -106,14 +110,6 @@ def _folder(args: argparse.Namespace) -> Path:
     folder = out.with_name(f".{out.name}.emb")
     check_output(out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
     return folder
-
-
-def _write_parquet(folder: Path, path: Path) -> None:
-    from plsc.embedding.arrow_tables import write_parquet
-    from plsc.embedding.embedding_set import EmbeddingSet
-
-    write_parquet(EmbeddingSet(folder, own=True), path)
-    shutil.rmtree(folder)
 
 
 def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ The schema's metadata has under ``plsc`` a JSON object: the contract, as the set
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from plsc.embedding.embedding_set import FORMAT, VERSION, EmbeddingSet, Shard
@@ -34,7 +33,7 @@ OWN_COLUMNS = ("key", "embedding", "id", "label", "class", "error")
 PREFIX = "metadata."
 
 
-def load_pyarrow() -> ModuleType:
+def load_pyarrow() -> Any:
     """The package pyarrow; :class:`UsageError` where it is not installed."""
     try:
         import pyarrow
@@ -98,10 +97,9 @@ def batches_of(source: EmbeddingSet, schema: "pa.Schema") -> "Iterator[pa.Record
 
 def write_parquet(source: EmbeddingSet, path: Path) -> None:
     """Write a set as the Parquet file ``path``, a row group of each shard; it appears whole, or not at all."""
-    load_pyarrow()
+    schema = schema_of(source)  # which tells of a missing pyarrow
     from pyarrow import parquet
 
-    schema = schema_of(source)
     remove_leftovers(path)
     with atomic_write(path) as tmp_path, parquet.ParquetWriter(tmp_path, schema) as writer:
         for batch in batches_of(source, schema):
