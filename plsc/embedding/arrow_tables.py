@@ -41,8 +41,7 @@ def load_pyarrow() -> Any:
         raise UsageError(
             "Arrow and Parquet tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'"
         ) from None
-    module: ModuleType = pyarrow
-    return module
+    return pyarrow
 
 
 def schema_of(source: EmbeddingSet) -> "pa.Schema":
