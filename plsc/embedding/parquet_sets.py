@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_
 from plsc.files import atomic_folder, holds_manifest, remove_leftovers
 from plsc.regular_files import open_regular
 from plsc.signing import is_asked_for
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 SUFFIX = ".parquet"
 NO_VECTOR = "the file has no embedding for it"
@@ -83,7 +80,7 @@ def set_of_parquet(path: Path) -> Path:
 class _Columns:
     """Which columns of a schema hold what; ``about`` is what one of our own files states, {} of others."""
 
-    def __init__(self, schema: "pa.Schema", path: Path) -> None:
+    def __init__(self, schema: Any, path: Path) -> None:
         self._schema, self._path = schema, path
         names = list(schema.names)
         types = {name: schema.field(names.index(name)).type for name in names if names.count(name) == 1}
@@ -94,28 +91,21 @@ class _Columns:
             raise UsageError(f"{path} has no column of embeddings ({', '.join(_VECTORS)}), but {listed or 'none'}")
         kind = types[self.vectors]
         if not _is_list(kind) or not load_pyarrow().types.is_floating(kind.value_type):
-            raise UsageError(
-                f"the column {self.vectors!r} of {path} is {str(kind)[:80]}, and embeddings are lists of floating "
-                "point numbers; store it so"
-            )
+            found = f"the column {self.vectors!r} of {path} is {str(kind)[:80]}"
+            raise UsageError(f"{found}, and embeddings are lists of floating point numbers; store it so")
         self.dtype = "float16" if kind.value_type.bit_width == 16 else "float32"
         singles = [name for name, kind in types.items() if _is_single(kind)]
         self.key = next((name for name in _KEYS if name in singles), "")
         self.id = "id" if "id" in singles and _is_integer(types["id"]) else ""
         self.label = "label" if "label" in types else ""
         if self.label and (self.label not in singles or load_pyarrow().types.is_floating(types["label"])):
-            raise UsageError(
-                f"the column 'label' of {path} is {str(types['label'])[:80]}, and labels are texts or whole numbers"
-            )
+            label = str(types["label"])[:80]
+            raise UsageError(f"the column 'label' of {path} is {label}, and labels are texts or whole numbers")
         own = OWN_COLUMNS if self.about else (self.key, self.id, self.label)
         self.number = "class" if self.about and self.label and _is_integer(types.get("class")) else self.label
         self.error = "error" if self.about and "error" in singles else ""
         self.texts = [name for name in singles if name not in own]
-
-    @property
-    def wanted(self) -> list[str]:
-        """The columns that are read for the rows."""
-        return [*{self.vectors, self.key, self.id, self.label, self.error, *self.texts} - {""}]
+        self.wanted = [*{self.vectors, self.key, self.id, self.label, self.error, *self.texts} - {""}]
 
     def _about(self) -> dict[str, Any]:
         try:
@@ -216,7 +206,7 @@ def _shards(
         start += len(shard.ids)
 
 
-def _rows(table: "pa.Table", columns: _Columns, numbers: dict[str, int], dim: int, start: int, path: Path) -> ShardRows:
+def _rows(table: Any, columns: _Columns, numbers: dict[str, int], dim: int, start: int, path: Path) -> ShardRows:
     count = len(table)
     vectors, given = _vectors(_column(table, columns.vectors), columns.dtype, dim, start, path)
     labels = _labels(_column(table, columns.label)) if columns.label else [None] * count
@@ -243,14 +233,12 @@ def _vectors(array: Any, dtype: str, dim: int, start: int, path: Path) -> tuple[
     """The vectors (n, dim), zeros where there is none, and a mask (n,) of where there is one."""
     from pyarrow import compute
 
-    given: Array = array.is_valid().to_numpy(zero_copy_only=False)
+    given = np.asarray(array.is_valid())
     lengths = compute.list_value_length(array).fill_null(dim).to_numpy(zero_copy_only=False)
     if len(others := np.flatnonzero(lengths != dim)):
         row = int(others[0])
-        raise DataError(
-            f"row {start + row:,} of {path} has a vector of {lengths[row]}, and those before have {dim}; embed all "
-            "with one model"
-        )
+        found = f"row {start + row:,} of {path} has a vector of {lengths[row]}, and those before have {dim}"
+        raise DataError(f"{found}; embed all with one model")
     rows = np.zeros((len(array), dim), dtype)
     with np.errstate(over="ignore"):  # what overflows is infinite, and left out of an index
         values = array.drop_null().flatten().to_numpy(zero_copy_only=False).astype(dtype)  # null becomes NaN
@@ -261,15 +249,14 @@ def _vectors(array: Any, dtype: str, dim: int, start: int, path: Path) -> tuple[
 def _ids(array: Any, path: Path) -> Int64:
     if array.null_count:
         raise DataError(f"{path} has rows without an id; give each its own, or leave the column out")
-    ids: Int64 = array.cast(load_pyarrow().int64()).to_numpy(zero_copy_only=False)
-    return ids
+    return np.asarray(array.cast(load_pyarrow().int64()), np.int64)
 
 
 def _labels(array: Any) -> list[str | int | None]:
     return [None if isinstance(value, int) and value < 0 else value for value in array.to_pylist()]
 
 
-def _texts(table: "pa.Table", name: str) -> list[str | None]:
+def _texts(table: Any, name: str) -> list[str | None]:
     """The values of a column as texts, None where there is none or no such column."""
     if not name:
         return [None] * len(table)
@@ -285,7 +272,7 @@ def _column(table: Any, name: str) -> Any:
     return array.dictionary_decode() if load_pyarrow().types.is_dictionary(array.type) else array
 
 
-def _has_pictures(schema: "pa.Schema") -> bool:
+def _has_pictures(schema: Any) -> bool:
     kinds = load_pyarrow().types
     return any(kinds.is_binary(kind) or kinds.is_large_binary(kind) or (kinds.is_struct(kind)) for kind in schema.types)
 
