@@ -350,7 +350,7 @@ def test_a_heic_of_24_megapixels_is_decoded_within_the_limits():
     data = heic(smooth(5712, 4284), quality=50, tile_size=512, preset="ultrafast")
     with decoding(Limits().image_pixels) as process:
         assert process.decode(data, "x").pixels.shape == (2142, 2856, 3)
-        assert peak_kilobytes(process) < 300 * 1024
+        assert peak_kilobytes(process) < 400 * 1024
 
 
 @pytest.mark.slow
