@@ -132,7 +132,6 @@ class Client:
         except (httpx.InvalidURL, ValueError) as error:
             raise ServerError(0, "bad_request", f"{masked(str(url))} is no address of a server: {error}") from None
         self._url, self._retries = masked(url), retries
-        self._sends_keys = True  # until the server says that its store keeps none
 
     def __repr__(self) -> str:
         """Return the address, without what stands before @ in it, and without the token."""
@@ -435,7 +434,7 @@ class Client:
 
         content = None if body is None else _as_json(body).encode()
         sent = {**(headers or {}), **({} if body is None else {"Content-Type": "application/json"})}
-        if method == "POST" and not repeatable and self._sends_keys:
+        if method == "POST" and not repeatable:
             sent[_KEY] = f'"{key or uuid.uuid4()}"'
         tries = self._retries
         while True:
@@ -449,10 +448,6 @@ class Client:
                     raise ServerError(0, "unavailable", message) from None
                 wait = "1"
             else:
-                if answer.status_code == 501 and _KEY in sent:  # nothing was done
-                    self._sends_keys = False
-                    del sent[_KEY]
-                    continue
                 if not tries or not _may_help(answer):
                     return answer
                 wait = answer.headers.get("Retry-After", "1")

@@ -43,10 +43,6 @@ class PreconditionError(ConflictError):
     """The request was made for a state of a thing that it is not in: somebody else changed it since."""
 
 
-class UnsupportedError(UsageError):
-    """The request is right, and this backend cannot do it."""
-
-
 class StorageError(PlscError):
     """The store cannot write any more (a full or read-only disk, a lost connection); no change was applied in part."""
 

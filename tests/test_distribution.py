@@ -219,7 +219,7 @@ EXTRAS = {
         + "import lance, pyarrow; lance.write_dataset(pyarrow.table({'image': row, 'label': [1]}), 'x.lance')"
         + READ.format("x.lance"),
     ),
-    "milvus": ("-c", "import plsc.gallery.milvus, pymilvus"),
+    "milvus": ("-c", "import plsc.gallery.milvus.store, pymilvus"),
     "mlflow": ("-c", "from plsc.loggers import check_loggers; check_loggers(['mlflow'])"),
     "objects": ("-c", "from plsc.data.object_requests import open_store; open_store('s3://bucket')"),
     "parquet": (

@@ -71,7 +71,7 @@ PRINTERS = {
     "plsc.data.glyphs.fonts": "switches another's log off",
     "plsc.doctor.report": "in colour, with printable()",
     "plsc.embedding.export": "calls a function that writes a model",
-    "plsc.gallery.milvus_client": "switches another's log off",
+    "plsc.gallery.milvus.requests": "switches another's log off",
     "plsc.head.sharded_head": "names a backend of our own",
     "plsc.loggers.mlflow_run": "switches another's log off",
     "plsc.optim.eight_bit_adamw": "switches another's log off",

@@ -31,7 +31,7 @@ class Server(NamedTuple):
 SERVERS: Registry[Server] = Registry(
     "plsc.stores",
     {
-        "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
+        "milvus": Server("URI", "plsc.gallery.milvus.store:open_milvus"),
         "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
     },
     lambda found: isinstance(found, Server),

@@ -237,8 +237,8 @@ class Rows(ABC):
         return [person.id for person in gone]
 
     def _save(self, former: Person, changed: Person) -> Person:
-        """Store a changed person under the next revision, if the store counts any."""
-        changed = replace(changed, revision=former.revision + 1 if former.revision else 0)
+        """Store a changed person under the next revision."""
+        changed = replace(changed, revision=former.revision + 1)
         self.update(former, changed)
         return changed
 

@@ -42,9 +42,6 @@ class SecondSpaces(ABC):
     @abstractmethod
     def _change(self, collection: str, change: Change[_T]) -> _T: ...
 
-    @abstractmethod
-    def _require(self, **given: object) -> None: ...
-
     def migration(self, collection: str) -> Migration | None:
         """Return the migration of a collection; None: it has no second space."""
         with self._reading(collection) as rows:
@@ -63,7 +60,6 @@ class SecondSpaces(ABC):
         Raises:
             ConflictError: it has one already, or ``contract_id`` is that of its own vectors.
         """
-        self._require(migrations=contract_id)
         validation.check_collection(collection, dim, contract_id)
         migration = Migration(int(dim), contract_id, validation.now(self.clock), details=dict(details or {}))
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError, UsageError
+from plsc.errors import ConflictError, NotFoundError, UsageError
 from plsc.gallery import validation
 from plsc.gallery.filters import Filter
 from plsc.gallery.rows import Change, Rows
@@ -44,8 +44,6 @@ from plsc.gallery.values import (
 )
 from plsc.index.rows import unit_vectors
 
-# What not every backend supports.
-FEATURES = frozenset(("external ids", "expiry dates", "revisions", "idempotency keys", "keys of faces", "migrations"))
 _NONE: Final[Mapping[str, npt.ArrayLike]] = MappingProxyType({})
 _T = TypeVar("_T")
 
@@ -77,8 +75,7 @@ class Store(SecondSpaces):
     :class:`UsageError` for vectors that are not finite numbers (n, dim) with a direction, and for an invalid name,
     metadata, filter or k; :class:`ConflictError` for a collection or external id that already exists or vectors of
     another contract id; :class:`PreconditionError` where a ``precondition`` does not hold; :class:`StorageError` if the
-    store cannot write; :class:`UnsupportedError` for what the backend does not support. After any of them nothing has
-    changed.
+    store cannot write. After any of them nothing has changed.
 
     A person whose time has come (``expires``) is found by no method but :meth:`expired`, and is deleted by
     :meth:`delete_expired`. With ``idempotent`` a method stores the request's answer in the transaction of its change,
@@ -87,13 +84,11 @@ class Store(SecondSpaces):
     Attributes:
         folder: where the store keeps its files; None: a server keeps them.
         clock: tells who has expired, and what is due.
-        supports: those of :data:`FEATURES` that the backend has; what needs another one is refused.
         seals: it encrypts its vectors, and :meth:`sealed` the files beside it.
     """
 
     folder: Path | None = None
     clock: Clock = time
-    supports: frozenset[str] = FEATURES
     seals: bool = False
 
     # --- what a backend gives besides the methods that are abstract below ---
@@ -113,19 +108,6 @@ class Store(SecondSpaces):
     @abstractmethod
     def _search(self, collection: str, query: Query) -> list[list[Match]]:
         """Search as ``query`` asks."""
-
-    def _require(self, **given: object) -> None:
-        """Raise :class:`UnsupportedError` if what a feature (``external_ids``, …) is needed for was given, not None."""
-        for name, value in given.items():
-            feature = name.replace("_", " ")
-            if value is not None and feature not in self.supports:
-                backend = type(self).__name__.removesuffix("Store")
-                hint = "leave them out, or use a folder or Postgres"
-                raise UnsupportedError(f"a store in {backend} has no {feature}; {hint}")
-
-    def _require_for(self, persons: Sequence[NewPerson]) -> None:
-        for one in persons:
-            self._require(external_ids=one.external_id, expiry_dates=one.expires, keys_of_faces=_any_of(one.keys))
 
     # --- files beside the store, each of a face ---
 
@@ -151,7 +133,6 @@ class Store(SecondSpaces):
         self, name: str, dim: int, contract_id: str, *, idempotent: IdempotentRequest | None = None
     ) -> Collection:
         """Create a collection. A name is 1 to 64 letters, digits, ``_``, ``-`` or ``.``, beginning with a letter."""
-        self._require(idempotency_keys=idempotent)
         validation.check_collection(name, dim, contract_id)
         created = self._create(name, int(dim), contract_id, idempotent)
         if created is None:
@@ -190,8 +171,6 @@ class Store(SecondSpaces):
 
         With ``compatible_with``, and if there is a vector, the same change admits the model (:meth:`admit_model`).
         """
-        self._require(idempotency_keys=idempotent)
-        self._require_for(persons)
 
         def check(info: Collection, migration: Migration | None) -> list[ValidPerson]:
             return validation.check_persons(persons, contract_id, info, migration, compatible_with)
@@ -213,7 +192,6 @@ class Store(SecondSpaces):
         ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
         validation.check_external_id(person.external_id)
-        self._require_for([person])
 
         def check(info: Collection, migration: Migration | None) -> ValidPerson:
             return validation.check_persons([person], contract_id, info, migration, compatible_with)[0]
@@ -229,7 +207,6 @@ class Store(SecondSpaces):
     def find_person(self, collection: str, external_id: str) -> Person:
         """Return the person with an external id."""
         validation.check_external_id(external_id)
-        self._require(external_ids=external_id)
         with self._reading(collection) as rows:
             found = rows.living(external_id)
         if found is None:
@@ -263,13 +240,11 @@ class Store(SecondSpaces):
         precondition: Precondition | None = None,
     ) -> Person:
         """Change the name or the expiry, or replace the metadata of a person; None removes a name or an expiry."""
-        self._require(revisions=precondition, expiry_dates=None if expires is KEEP else expires)
         fields = validation.check_fields(name=name, metadata=metadata, expires=expires)
         return self._change(collection, Change(lambda rows, _: rows.set_fields(person, fields, precondition)))
 
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
         """Delete a person and all faces: no later search finds them."""
-        self._require(revisions=precondition)
         self._change(
             collection, Change(lambda rows, _: rows.delete(rows.expected(person, precondition)), deleting=True)
         )
@@ -292,7 +267,6 @@ class Store(SecondSpaces):
         Likewise one with a key that the person has without any, by its embedding (of one model, cosine 0.99): that
         gets the key. ``contract_id`` and ``compatible_with`` as in :meth:`add_persons`.
         """
-        self._require(idempotency_keys=idempotent, keys_of_faces=_any_of(keys))
 
         def check(info: Collection, migration: Migration | None) -> tuple[Any, ...]:
             own, second = validation.check_vectors(vectors, contract_id, others, info, migration, compatible_with)
@@ -303,7 +277,6 @@ class Store(SecondSpaces):
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete one face of a person."""
-        self._require(revisions=precondition)
         self._change(collection, Change(lambda rows, _: rows.delete_face(person, face, precondition), deleting=True))
 
     def vectors(self, collection: str, person: int, contract_id: str | None = None) -> Float32:
@@ -434,10 +407,6 @@ def _naming(
         return work(rows, checked)
 
     return admit_and_work
-
-
-def _any_of(keys: Sequence[str | None]) -> str | None:
-    return next(filter(None, keys), None)
 
 
 def _check_filter(filter: Filter | None) -> None:

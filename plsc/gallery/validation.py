@@ -322,13 +322,13 @@ def check_keys(keys: Sequence[str | None], faces: int) -> tuple[str | None, ...]
     return tuple(keys)
 
 
-def number_persons(persons: Sequence[ValidPerson], first: int, clock: Clock, *, revision: int = 1) -> list[Person]:
+def number_persons(persons: Sequence[ValidPerson], first: int, clock: Clock) -> list[Person]:
     """Return ``persons`` as they are to be stored under ids from ``first`` on, each followed by those of its faces."""
     made, created = list[Person](), now(clock)
     for person in persons:
         faces = tuple(range(first + 1, first + 1 + len(person.vectors)))
         about = (person.name, person.metadata, person.external_id)
-        made.append(Person(first, *about, faces=faces, created=created, revision=revision, expires=person.expires))
+        made.append(Person(first, *about, faces=faces, created=created, expires=person.expires))
         first += 1 + len(faces)
     return made
 

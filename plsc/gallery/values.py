@@ -105,8 +105,7 @@ class Person(PersonSummary):
     Attributes:
         faces: ids of the faces, ascending.
         created, expires: ISO 8601, UTC.
-        revision: 1 for a new person, and one more after every change of the person or its faces; 0 where the store
-            counts none.
+        revision: 1 for a new person, and one more after every change of the person or its faces.
         keys: the callers' own names of faces, by face, of those that have one.
     """
 

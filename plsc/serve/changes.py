@@ -185,7 +185,6 @@ class IdempotencyKeys:
         Raises:
             ApiError: 400 for a header that holds no key, 409 while a request with the key is in progress, 422 if
                 another request was done with it.
-            UnsupportedError: the store keeps no answers.
         """
         key = read_key(request)
         if key is None:
@@ -245,8 +244,7 @@ def fingerprint(request: Request, body: bytes) -> bytes:
 
 def set_etag(response: Response, person: Person) -> None:
     """Set the strong ETag of a person: the id belongs to it, for another one may get the same external id."""
-    if person.revision:  # 0: the store counts none
-        response.headers["ETag"] = f'"{person.id}-{person.revision}"'
+    response.headers["ETag"] = f'"{person.id}-{person.revision}"'
 
 
 def read_precondition(request: Request) -> Precondition | None:

@@ -34,7 +34,6 @@ _ERRORS: dict[int, tuple[str, str]] = {
     422: ("unprocessable", "An image or vector that cannot be used, or an Idempotency-Key of another request"),
     429: ("too_many", "More than the caller's rate limits or its share of the service allow"),
     500: ("internal", "Internal error, or the stored data is damaged"),
-    501: ("not_implemented", "The store cannot do this"),
     503: ("unavailable", "Busy, loading, stopping, or the store is unreachable"),
     504: ("deadline", "Deadline exceeded"),
     507: ("quota_exceeded", "More than the operator's quotas allow"),
@@ -50,7 +49,6 @@ _STATUS_OF: tuple[tuple[type[errors.PlscError], int], ...] = (
     (errors.ConflictError, 409),
     (errors.StorageError, 503),
     (errors.DeadlineError, 504),
-    (errors.UnsupportedError, 501),
     (errors.UsageError, 400),
     (errors.DataError, 422),
 )

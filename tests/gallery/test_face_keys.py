@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.stores import DIM, GALLERY, MODEL, Kit, faces, in_able_stores
+from support.stores import DIM, GALLERY, MODEL, Kit, faces
 
 from plsc.errors import IntegrityError, UsageError
 from plsc.gallery.rows import same_faces
@@ -22,7 +22,6 @@ def keys_of(store: Store, person: Person) -> dict[int, str]:
     return dict(store.person(GALLERY, person.id).keys)
 
 
-@in_able_stores
 def test_a_face_is_added_once_under_its_key(store: Store) -> None:
     vectors = faces(6)
     new = [NewPerson(vectors[:2], "Ada", keys=["a", None]), NewPerson(vectors[2:3], keys=["a"])]
@@ -48,7 +47,6 @@ def test_a_face_is_added_once_under_its_key(store: Store) -> None:
     store.check()
 
 
-@in_able_stores
 def test_a_face_without_a_key_is_known_by_its_embedding(store: Store) -> None:
     vectors = faces(4)
     (ada,) = store.add_persons(GALLERY, [NewPerson(vectors[:3], keys=["a", None, None])], MODEL)
@@ -72,7 +70,6 @@ def test_of_pictures_that_are_nearly_the_same_each_is_taken_for_itself() -> None
     assert same_faces(new[:0], own) == same_faces(new, own[:0]) == []
 
 
-@in_able_stores
 def test_a_replaced_person_has_the_new_keys(store: Store) -> None:
     vectors = faces(3)
     one, is_new = store.put_person(GALLERY, NewPerson(vectors[:2], external_id="e", keys=["a", "b"]), MODEL)
@@ -84,7 +81,6 @@ def test_a_replaced_person_has_the_new_keys(store: Store) -> None:
     store.check()
 
 
-@in_able_stores
 def test_wrong_keys_are_refused(store: Store) -> None:
     (ada,) = store.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL)
     for wrong, said in (
@@ -100,7 +96,6 @@ def test_wrong_keys_are_refused(store: Store) -> None:
     assert store.persons(GALLERY) == [ada]
 
 
-@in_able_stores
 def test_snapshots_exports_and_openings_keep_them(kit: Kit, store: Store, tmp_path: Path) -> None:
     new = [NewPerson(faces(2), "Ada", external_id="a", keys=["k1", "k2"]), NewPerson(faces(1, seed=1), keys=[])]
     store.add_persons(GALLERY, new, MODEL)
@@ -121,7 +116,6 @@ def test_snapshots_exports_and_openings_keep_them(kit: Kit, store: Store, tmp_pa
     assert kept(restored) == expected
 
 
-@in_able_stores
 def test_a_picture_is_kept_of_a_face_that_is_new(store: Store, tmp_path: Path) -> None:
     kept = ThumbnailStore(store, tmp_path / "thumbnails", keep=True, lossless=True)
     crops = [torch.full((3, 8, 8), level, dtype=torch.uint8) for level in (10, 90)]

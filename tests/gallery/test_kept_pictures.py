@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.live_service import image_input, live_service
-from support.stores import DIM, GALLERY, MODEL, content_of, faces, in_able_stores, new_key_file
+from support.stores import DIM, GALLERY, MODEL, content_of, faces, new_key_file
 
 from plsc.data.codec import decode_image, encode_image
 from plsc.errors import NotFoundError, StorageError
@@ -241,7 +241,6 @@ def test_a_kill_between_a_pictures_removal_and_its_faces_leaves_no_picture(
     assert kept.contents(GALLERY, store.person(GALLERY, ada.id)) == {}
 
 
-@in_able_stores
 def test_an_expired_persons_pictures_are_removed(store: Store, folder: Path) -> None:
     kept = ThumbnailStore(store, folder, keep=False, lossless=True)
     kept.add_persons(GALLERY, [NewPerson(faces(1), expires="2001-01-01")], MODEL, [[crop(1)]])

@@ -4,28 +4,20 @@ The oracle is a dict of what each face's two vectors are, searched in float64.
 """
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support.moving_faces import DIMS, NEW, NEW_DIM, begun
-from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, Servers, everyone, faces, units
+from support.stores import CLOSE, DIM, GALLERY, MODEL, Kit, everyone, faces, units
 
 from plsc.errors import ConflictError, NotFoundError, UsageError
 from plsc.gallery.migration.filling import assign_pictures, pairs
 from plsc.gallery.values import NewPerson
 
 
-@pytest.fixture(params=["sqlite", "encrypted", "postgres"])
-def moving(request: pytest.FixtureRequest, servers: Servers) -> Iterator[Kit]:
-    kit = servers.kit(request.param)
-    yield kit
-    kit.close()
-
-
-def test_a_collection_moves_and_goes_back_with_all_that_came_since(moving: Kit) -> None:
-    store, known = begun(moving)
+def test_a_collection_moves_and_goes_back_with_all_that_came_since(kit: Kit) -> None:
+    store, known = begun(kit)
     with pytest.raises(ConflictError, match=r"^people is being moved to another model already"):
         store.begin_migration(GALLERY, 5, "model-3")
     first, *_ = everyone(store, GALLERY)
@@ -61,7 +53,7 @@ def test_a_collection_moves_and_goes_back_with_all_that_came_since(moving: Kit) 
     known.add(after[0], 2)
     known.agree({"n": {"gte": 0}})
     known.agree_second()
-    store = known.store = moving.again(store)
+    store = known.store = kit.again(store)
     assert store.check()["persons"] == len(everyone(store, GALLERY))
     known.agree()
     store.exchange_spaces(GALLERY, MODEL)
@@ -81,12 +73,12 @@ def test_a_collection_moves_and_goes_back_with_all_that_came_since(moving: Kit) 
     store.begin_migration(GALLERY, DIM, MODEL)
     known.fill()
     store.exchange_spaces(GALLERY, MODEL)
-    store = known.store = moving.again(store)
+    store = known.store = kit.again(store)
     known.agree()
 
 
-def test_what_does_not_fit_changes_nothing(moving: Kit) -> None:
-    store, known = begun(moving, 2)
+def test_what_does_not_fit_changes_nothing(kit: Kit) -> None:
+    store, known = begun(kit, 2)
     person = everyone(store, GALLERY)[0]
     wrong: list[tuple[type[Exception], str, Any]] = [
         (UsageError, "2 faces have 1 vectors by the other model; give one for each",
@@ -107,8 +99,8 @@ def test_what_does_not_fit_changes_nothing(moving: Kit) -> None:
     assert store.add_faces(GALLERY, person.id, faces(1, 5, 13), "model-3", others={MODEL: faces(1, 6)})
 
 
-def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None:
-    store, known = begun(moving, 9)
+def test_pairs_are_those_of_people_with_several_faces_first(kit: Kit) -> None:
+    store, known = begun(kit, 9)
     known.fill()
     known.enrol(2, both=False)  # who is no pair
     everything = {
@@ -130,8 +122,8 @@ def test_pairs_are_those_of_people_with_several_faces_first(moving: Kit) -> None
         assert told <= everything
 
 
-def test_of_a_person_a_hundred_faces_are_pairs_and_no_estimate_is(moving: Kit) -> None:
-    store, known = begun(moving, 2)
+def test_of_a_person_a_hundred_faces_are_pairs_and_no_estimate_is(kit: Kit) -> None:
+    store, known = begun(kit, 2)
     known.add(everyone(store, GALLERY)[0], 120)
     known.fill()
     persons = pairs(store, GALLERY, (MODEL, NEW), 500).persons
@@ -149,8 +141,8 @@ def test_of_a_person_a_hundred_faces_are_pairs_and_no_estimate_is(moving: Kit) -
     assert store.count_second(GALLERY) == (0, 1)
 
 
-def test_who_fills_a_space_that_was_exchanged_meanwhile_is_told(moving: Kit) -> None:
-    store, known = begun(moving, 3)
+def test_who_fills_a_space_that_was_exchanged_meanwhile_is_told(kit: Kit) -> None:
+    store, known = begun(kit, 3)
     known.fill()
     person = everyone(store, GALLERY)[0]
     store.exchange_spaces(GALLERY, NEW)
@@ -161,8 +153,8 @@ def test_who_fills_a_space_that_was_exchanged_meanwhile_is_told(moving: Kit) -> 
     known.agree()
 
 
-def test_a_picture_is_known_by_either_model_that_enrolled_into_the_searched_space(moving: Kit) -> None:
-    store, former, new = moving.fresh(), faces(2), faces(2, 1)  # of the same two pictures
+def test_a_picture_is_known_by_either_model_that_enrolled_into_the_searched_space(kit: Kit) -> None:
+    store, former, new = kit.fresh(), faces(2), faces(2, 1)  # of the same two pictures
     store.create_collection(GALLERY, DIM, MODEL)
     (person,) = store.add_persons(GALLERY, [NewPerson(former[:1])], MODEL)
     late = store.add_faces(GALLERY, person.id, new[1:], NEW, compatible_with=[MODEL])
@@ -174,8 +166,8 @@ def test_a_picture_is_known_by_either_model_that_enrolled_into_the_searched_spac
     np.testing.assert_allclose([one.vector for one in known if one], units(new), atol=CLOSE)
 
 
-def test_searches_see_one_space_or_the_other(moving: Kit) -> None:
-    store, known = begun(moving, 20)
+def test_searches_see_one_space_or_the_other(kit: Kit) -> None:
+    store, known = begun(kit, 20)
     known.fill(100)
     (person,) = store.persons(GALLERY, limit=1)
     queries = {model: faces(1, 7, dim) for model, dim in DIMS.items()}

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stores import DIM, GALLERY, MODEL, Kit, dump, enrol, everyone, faces
+from support.stores import DIM, GALLERY, MODEL, Kit, dump, enrol, faces
 
-from plsc.errors import ConflictError, NotFoundError, PlscError, UnsupportedError, UsageError
+from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
 from plsc.gallery.store import Store
-from plsc.gallery.values import IdempotentRequest, NewPerson, Person, Precondition
+from plsc.gallery.values import NewPerson, Person
 
 BAD_VECTORS: list[Any] = [
     [[np.nan] + [0.0] * 7], [[np.inf] + [1.0] * 7], [[0.0] * 8], [[1.0] * 7], [[1.0] * 9], [1.0] * 8, [[[1.0] * 8]],
@@ -88,35 +88,3 @@ def test_errors_of_every_kind_change_nothing(kit: Kit, store: Store) -> None:
             assert dump(store) == before, f"request {index} changed something"
     assert dump(store) == before
     assert dump(kit.again(store)) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kit", ["milvus"], indirect=True)
-def test_a_store_refuses_what_it_does_not_support(store: Store) -> None:
-    answered = IdempotentRequest("t", "k", b"print", lambda result: (201, b""))
-    (one,) = enrol(store, 1)
-    condition = Precondition()
-    for ask in (
-        lambda: store.add_persons(GALLERY, [NewPerson([], external_id="a")], MODEL),
-        lambda: store.add_persons(GALLERY, [NewPerson([], expires="2990-01-01")], MODEL),
-        lambda: store.add_persons(GALLERY, [NewPerson([])], MODEL, idempotent=answered),
-        lambda: store.add_faces(GALLERY, one.id, faces(1), MODEL, idempotent=answered),
-        lambda: store.create_collection("b", DIM, MODEL, idempotent=answered),
-        lambda: store.put_person(GALLERY, NewPerson([], external_id="a"), MODEL),
-        lambda: store.add_persons(GALLERY, [NewPerson(faces(1), keys=["a"])], MODEL),
-        lambda: store.add_faces(GALLERY, one.id, faces(1), MODEL, keys=["a"]),
-        lambda: store.begin_migration(GALLERY, 5, "model-2"),
-        lambda: store.find_person(GALLERY, "a"),
-        lambda: store.update_person(GALLERY, one.id, expires="2990-01-01"),
-        lambda: store.update_person(GALLERY, one.id, name="x", precondition=condition),
-        lambda: store.delete_person(GALLERY, one.id, precondition=condition),
-        lambda: store.delete_face(GALLERY, one.id, one.faces[0], precondition=condition),
-        lambda: store.stored_answer("t", "k"),
-        lambda: store.store_answer(answered, None),
-    ):
-        with pytest.raises(UnsupportedError, match=r"^a store in Milvus has no [a-z ]+; leave them out, or use"):
-            ask()
-    assert everyone(store, GALLERY) == [one]
-    assert store.migration(GALLERY) is None
-    assert [info.name for info in store.collections()] == [GALLERY]
-    assert (store.expired(9), store.delete_expired(GALLERY, [one.id]), store.forget_answers("9", 0)) == ({}, [], 0)

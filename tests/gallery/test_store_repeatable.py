@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stores import DIM, GALLERY, MODEL, Kit, enrol, everyone, faces, in_able_stores
+from support.stores import DIM, GALLERY, MODEL, Kit, enrol, everyone, faces
 
 from plsc.errors import ConflictError, NotFoundError, PreconditionError, UsageError
 from plsc.gallery.filters import Filter
@@ -18,9 +18,6 @@ WRONG_IDS: list[Any] = ["", "x" * 129, ".", "..", "a\n", "a\0", "\u202eabc", "\u
 
 WRONG_TIMES: list[Any] = ["soon", "", "2030-13-01", "2030-01-01T12:00:00", "20300101", "2030-W01-1", 7, 2030.5]
 WRONG_TIMES += ["2030-01-01T25:00:00Z", "2030-01-01T12:00:00+99:00", "0001-01-01T00:00:00+10:00", "\u0662030-01-01"]
-
-
-pytestmark = in_able_stores
 
 
 def request(key: str = "k", token: str = "t", status: int = 201) -> IdempotentRequest:

@@ -50,7 +50,6 @@ class Walk:
         self.kit, self.pick, self.folder = kit, random.Random(seed), folder
         self.store, self.model = kit.fresh(), Model()
         self.snapshot: tuple[Path, Model] | None = None
-        self.able = kit.kind != "milvus"  # it has neither external ids nor expiry
         self.name = ""
 
     def step(self, action: str) -> None:
@@ -79,7 +78,7 @@ class Walk:
     def _same(self, one: Person, row: Row) -> None:
         about = one.name, repr(sorted(one.metadata.items())), one.external_id, one.expires, list(one.faces)
         assert about == row.content()
-        assert one.revision == (row.revision if self.able else 0)
+        assert one.revision == row.revision
 
     def _matrix(self, row: Row) -> Any:
         return np.array(list(row.faces.values())).reshape(-1, DIM)
@@ -87,10 +86,8 @@ class Walk:
     def _row(self, ids: Sequence[str | None]) -> tuple[Row, Any]:
         """A new person under one of ``ids``, and the vectors to enrol."""
         vectors = faces(self.pick.randrange(4), self.pick.randrange(10**6))
-        expires = self.pick.choice([None, None, LATER, GONE]) if self.able else None
-        row = Row(
-            self.pick.choice(ODD_NAMES), self._metadata(), self.pick.choice(ids) if self.able else None, expires, {}
-        )
+        expires = self.pick.choice([None, None, LATER, GONE])
+        row = Row(self.pick.choice(ODD_NAMES), self._metadata(), self.pick.choice(ids), expires, {})
         return row, vectors
 
     def _metadata(self) -> dict[str, Any]:
@@ -131,8 +128,6 @@ class Walk:
             self._enrolled(row, vectors, one)
 
     def _put(self) -> None:
-        if not self.able:
-            return
         row, vectors = self._row(["x", "y", "z"])
         holder = self.model.holder(self.name, row.external_id)
         one, is_new = self.store.put_person(self.name, self._new(row, vectors), MODEL)
@@ -173,7 +168,7 @@ class Walk:
             fields["name"] = row.name = self.pick.choice([None, "new"])
         if self.pick.random() < 0.5:
             fields["metadata"] = row.metadata = self._metadata()
-        if self.able and self.pick.random() < 0.4:
+        if self.pick.random() < 0.4:
             fields["expires"] = row.expires = self.pick.choice([None, LATER, GONE])
         one = self.store.update_person(self.name, person, **fields)
         row.revision += row.content() != former

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stores import DIM, GALLERY, MODEL, Servers, faces, in_able_stores
+from support.stores import DIM, GALLERY, MODEL, Servers, faces
 from support.waiting import wait_until
 
 from plsc.data.codec import decode_image
@@ -123,7 +123,6 @@ def _only(store: Store) -> tuple[int, int]:
     return person.id, person.faces[0]
 
 
-@in_able_stores
 def test_a_replacement_that_is_refused_keeps_the_thumbnails(store: Store, kept: ThumbnailStore, folder: Path) -> None:
     kept.put_person(GALLERY, NewPerson(faces(1), external_id="E-1"), MODEL, [crop(10)])
     before = contents(folder)
@@ -136,7 +135,6 @@ def test_a_replacement_that_is_refused_keeps_the_thumbnails(store: Store, kept: 
     assert contents(folder) != before
 
 
-@in_able_stores
 def test_an_expired_person_is_deleted_as_ever_where_the_external_id_is_given_again(
     store: Store, kept: ThumbnailStore, folder: Path
 ) -> None:
@@ -152,7 +150,6 @@ def test_an_expired_person_is_deleted_as_ever_where_the_external_id_is_given_aga
     assert store.find_person(GALLERY, "E-1") == third
 
 
-@in_able_stores
 def test_who_was_deleted_is_told_even_if_the_next_collection_fails(
     store: Store, kept: ThumbnailStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +215,6 @@ def test_a_sweep_removes_pictures_of_whom_another_service_deleted(
     assert files(second) == ["1-2.jpg"]
 
 
-@in_able_stores
 def test_a_sweep_removes_pictures_of_whom_another_service_let_expire(
     store: Store, both: tuple[ThumbnailStore, ThumbnailStore, Path, Path]
 ) -> None:

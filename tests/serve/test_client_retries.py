@@ -12,8 +12,7 @@ from support.waiting import held_up, wait_until
 
 import plsc
 from plsc.client import NewPerson, ServerError
-from plsc.errors import UnsupportedError, UsageError
-from plsc.gallery.sqlite.store import SqliteStore
+from plsc.errors import UsageError
 
 pytestmark = pytest.mark.live
 
@@ -141,24 +140,6 @@ def test_a_request_in_hand_is_waited_for(mischief, live, monkeypatch):
             wait_until(lambda: len(handler.seen) >= 4)
         asking.join()
     assert list(client.persons("waiting")) == made
-
-
-def test_a_server_that_keeps_no_answers_gets_no_keys(mischief, monkeypatch):
-    handler, client = mischief
-
-    def refuse(self: SqliteStore, token: str, key: str) -> None:
-        raise UnsupportedError("a store in Milvus has no idempotency keys; leave them out")
-
-    monkeypatch.setattr(SqliteStore, "stored_answer", refuse)
-    client.create_collection("keyless")
-    client.add_person("keyless", "Ada")
-    assert [key is None for _, key in handler.seen] == [False, True, True]
-    handler.plan[:] = [LOST]
-    with pytest.raises(ServerError, match="does not answer"):
-        client.add_person("keyless", "B")
-    handler.plan[:] = [BUSY, THROTTLED]
-    client.add_person("keyless", "C")
-    assert [one.name for one in client.persons("keyless")] == ["Ada", "B", "C"]
 
 
 def test_two_clients_do_not_overwrite_each_other(live):

@@ -12,9 +12,6 @@ import pytest
 from support.live_service import Live, bearer, image_input, live_service, picture, vectors
 from support.waiting import held_up, wait_until
 
-from plsc.errors import UnsupportedError
-from plsc.gallery.sqlite.store import SqliteStore
-
 pytestmark = pytest.mark.live
 
 ODD_IDS = ["7", "a/b", "../x", "%2F?#&", "O'Hara", "李小龙 🙂", "x" * 128, " ", "faces/3", "1/faces/1/thumbnail"]
@@ -204,15 +201,6 @@ def test_answers_keep_nothing_about_persons(tmp_path):
             content = path.read_bytes() if path.is_file() else b""
             for needle in (b"Rumpelstiltskin", b"rumpel@example.org", b"straw-to-gold"):
                 assert needle not in content, path
-
-
-def test_a_store_that_keeps_no_answers_says_so(live, place, monkeypatch):
-    def refuse(self: SqliteStore, token: str, key: str) -> None:
-        raise UnsupportedError("a store in Milvus has no idempotency keys; leave them out")
-
-    monkeypatch.setattr(SqliteStore, "stored_answer", refuse)
-    assert error(keyed(live, f"{place}/persons", person(1), "k")) == (501, "not_implemented")
-    assert live.ask("POST", f"{place}/persons", person(1)).status_code == 201
 
 
 # --- ETag and If-Match ---

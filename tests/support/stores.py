@@ -35,7 +35,6 @@ from support.waiting import free_port
 
 Opened = TypeVar("Opened", bound=Store)
 KINDS = ("sqlite", "encrypted", "postgres", "milvus")
-in_able_stores = pytest.mark.parametrize("kit", KINDS[:-1], indirect=True)  # those that support everything
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
 GALLERY = "people"
@@ -203,7 +202,7 @@ class Kit:
 
     def _open_patiently(self) -> Store:
         if self.kind == "milvus":
-            return open_patiently(self._open, self._spec)
+            return open_patiently(partial(self._open, clock=self.clock), self._spec)
         return self._open(self._spec, clock=self.clock)
 
     def close(self) -> None:

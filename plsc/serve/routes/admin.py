@@ -57,7 +57,7 @@ async def list_snapshots(service: Served) -> SnapshotsView:
     "/v1/snapshots",
     status_code=201,
     tags=["snapshots"],
-    responses=error_responses(409, 422, 501),
+    responses=error_responses(409, 422),
     openapi_extra=KEY_DESCRIBED,
 )
 @requires("admin", all_collections=True)

@@ -63,7 +63,7 @@ async def list_collections(service: Served) -> CollectionsView:
     return CollectionsView(collections=[await _view(service, one) for one in seen])
 
 
-@router.post("", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=KEY_DESCRIBED)
+@router.post("", status_code=201, responses=error_responses(409, 413, 415, 422, 507), openapi_extra=KEY_DESCRIBED)
 @requires("write", all_collections=True)
 async def create_collection(
     body: Annotated[NewCollection, body_like(a_collection={"name": "visitors"})],
@@ -110,7 +110,7 @@ async def delete_collection(collection: CollectionName, service: Served) -> None
     service.forget(collection)
 
 
-@router.post("/{collection}/compact", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/compact", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("write")
 async def compact_collection(
     collection: CollectionName, service: Served, request: Request, response: Response

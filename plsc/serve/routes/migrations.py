@@ -144,9 +144,7 @@ def _view(service: Service, collection: str) -> MigrationView:
     return MigrationView(**asdict(moving.status(service.store, collection)))
 
 
-@router.post(
-    "", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 501, 507), openapi_extra=KEY_DESCRIBED
-)
+@router.post("", status_code=201, responses=error_responses(404, 409, 413, 415, 422, 507), openapi_extra=KEY_DESCRIBED)
 @requires("admin", all_collections=True)
 async def begin_migration(
     body: Annotated[NewMigration, body_like(a_collection={"collection": "staff"})], service: Served, request: Request
@@ -206,7 +204,7 @@ async def list_missing(
 
 @router.post(
     "/{collection}/persons/{person}/pictures",
-    responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+    responses=error_responses(404, 409, 413, 415, 422, 504, 507),
     openapi_extra=_FACES.described(KEY_DESCRIBED),
 )
 @requires("admin")
@@ -237,7 +235,7 @@ async def send_pictures(
     return AssignedView(faces=faces)
 
 
-@router.post("/{collection}/estimate", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/estimate", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def estimate(collection: CollectionName, service: Served) -> MigrationView:
     """Give faces without a vector of the new model an estimate, by an adapter learned from those that have both.
@@ -248,7 +246,7 @@ async def estimate(collection: CollectionName, service: Served) -> MigrationView
     return await _told(service, collection)
 
 
-@router.post("/{collection}/judge", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/judge", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def judge(collection: CollectionName, service: Served) -> MigrationView:
     """Judge the move by persons with vectors of both models, at the false-match rate of the present threshold."""
@@ -256,14 +254,14 @@ async def judge(collection: CollectionName, service: Served) -> MigrationView:
     return await _told(service, collection)
 
 
-@router.post("/{collection}/pause", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/pause", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def pause(collection: CollectionName, service: Served) -> MigrationView:
     """Embed no kept pictures for the moment. Enrolled pictures are embedded by both models all the same."""
     return await _changed(service, collection, lambda: moving.set_paused(service.store, collection, True))
 
 
-@router.post("/{collection}/resume", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/resume", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def resume(collection: CollectionName, service: Served) -> MigrationView:
     """Go on embedding kept pictures."""
@@ -272,7 +270,7 @@ async def resume(collection: CollectionName, service: Served) -> MigrationView:
 
 @router.post(
     "/{collection}/cut-over",
-    responses=error_responses(404, 409, 413, 415, 422, 501, 507),
+    responses=error_responses(404, 409, 413, 415, 422, 507),
     openapi_extra=KEY_DESCRIBED,
 )
 @requires("admin")
@@ -292,7 +290,7 @@ async def cut_over(
     return await _told(service, collection)
 
 
-@router.post("/{collection}/roll-back", responses=error_responses(404, 409, 422, 501, 507), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/roll-back", responses=error_responses(404, 409, 422, 507), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def roll_back(collection: CollectionName, service: Served) -> MigrationView:
     """Search the former model's vectors again, with all persons that were enrolled since."""
@@ -300,7 +298,7 @@ async def roll_back(collection: CollectionName, service: Served) -> MigrationVie
     return await _told(service, collection)
 
 
-@router.post("/{collection}/finish", responses=error_responses(404, 409, 422, 501), openapi_extra=KEY_DESCRIBED)
+@router.post("/{collection}/finish", responses=error_responses(404, 409, 422), openapi_extra=KEY_DESCRIBED)
 @requires("admin")
 async def finish(collection: CollectionName, service: Served) -> FinishedView:
     """Delete the former model's vectors: after the next compaction they are in no file but snapshots."""
@@ -315,7 +313,7 @@ async def finish(collection: CollectionName, service: Served) -> FinishedView:
     "/{collection}/cancel",
     status_code=204,
     response_model=None,
-    responses=error_responses(404, 409, 422, 501),
+    responses=error_responses(404, 409, 422),
     openapi_extra=KEY_DESCRIBED,
 )
 @requires("admin")

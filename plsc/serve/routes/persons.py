@@ -82,7 +82,7 @@ async def list_persons(
             "model": schemas.EnrolledPersonView,
             "description": "on_known=add: the faces were added to a known person",
         },
-        **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+        **error_responses(404, 409, 413, 415, 422, 504, 507),
     },
     openapi_extra=_NEW_PERSON.described(KEY_DESCRIBED),
 )
@@ -134,7 +134,7 @@ _BY_EXTERNAL_ID = "/{collection}/persons/by-external-id/{external_id:path}"
     status_code=200,
     responses={
         201: {"model": schemas.EnrolledPersonView, "description": "There was no such person"},
-        **error_responses(404, 409, 412, 413, 415, 422, 501, 504, 507),
+        **error_responses(404, 409, 412, 413, 415, 422, 504, 507),
     },
     openapi_extra=_PERSON.described(PUT_CONDITIONS_DESCRIBED),
 )
@@ -168,7 +168,7 @@ async def put_person(
     return schemas.with_warnings(schemas.show(schemas.EnrolledPersonView, person), warnings)
 
 
-@router.get(_BY_EXTERNAL_ID, responses=error_responses(404, 501))
+@router.get(_BY_EXTERNAL_ID, responses=error_responses(404))
 @requires("read")
 async def get_person_by_external_id(
     collection: CollectionName, external_id: schemas.ExternalIdPath, service: Served, response: Response
@@ -179,7 +179,7 @@ async def get_person_by_external_id(
     return schemas.show(schemas.PersonView, person)
 
 
-@router.delete(_BY_EXTERNAL_ID, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
+@router.delete(_BY_EXTERNAL_ID, **DELETED, responses=error_responses(404, 412), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def delete_person_by_external_id(
     collection: CollectionName, external_id: schemas.ExternalIdPath, service: Served, request: Request
@@ -199,7 +199,7 @@ async def get_person(collection: CollectionName, person: Id, service: Served, re
     return schemas.show(schemas.PersonView, found)
 
 
-@router.patch(_PERSON_PATH, responses=error_responses(404, 412, 413, 415, 501, 507), openapi_extra=CONDITIONS_DESCRIBED)
+@router.patch(_PERSON_PATH, responses=error_responses(404, 412, 413, 415, 507), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def update_person(
     collection: CollectionName,
@@ -222,7 +222,7 @@ async def update_person(
     return schemas.show(schemas.PersonView, changed)
 
 
-@router.delete(_PERSON_PATH, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
+@router.delete(_PERSON_PATH, **DELETED, responses=error_responses(404, 412), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def delete_person(collection: CollectionName, person: Id, service: Served, request: Request) -> None:
     """Delete a person with all faces: no search finds them from now on. Honours If-Match."""
@@ -232,7 +232,7 @@ async def delete_person(collection: CollectionName, person: Id, service: Served,
 @router.post(
     f"{_PERSON_PATH}/faces",
     status_code=201,
-    responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+    responses=error_responses(404, 409, 413, 415, 422, 504, 507),
     openapi_extra=_FACES.described(KEY_DESCRIBED),
 )
 @requires("write")
@@ -266,7 +266,7 @@ async def add_faces(
     return schemas.with_warnings(schemas.FacesView(faces=[schemas.FaceView(id=face) for face in added]), warnings)
 
 
-@router.delete(_FACE_PATH, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
+@router.delete(_FACE_PATH, **DELETED, responses=error_responses(404, 412), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def delete_face(collection: CollectionName, person: Id, face: Id, service: Served, request: Request) -> None:
     """Delete one face. Honours If-Match, with the ETag of its person."""
