@@ -109,6 +109,27 @@ USING = (
         ("tests/gallery/test_sqlite_store.py",),
     ),
     Defect(
+        "a change in Milvus is acknowledged that another writer has made void",
+        "plsc/gallery/milvus/registry.py",
+        "        self._server.write(REGISTRY, [_row(entry.info.name, self._epoch, entry.to_body())])\n        self.confirm()",
+        "        self._server.write(REGISTRY, [_row(entry.info.name, self._epoch, entry.to_body())])",
+        ("tests/gallery/test_milvus.py",),
+    ),
+    Defect(
+        "what an unfinished change left in Milvus counts with the next one",
+        "plsc/gallery/milvus/registry.py",
+        "gone=(*self.gone, Gone(at, [[self.next_row, first - 1]], [], [])))",
+        "gone=self.gone)",
+        ("tests/gallery/test_milvus.py",),
+    ),
+    Defect(
+        "an answer of a change in Milvus that was never made is given",
+        "plsc/gallery/milvus/answers.py",
+        'if entry is not None and entry.counts(row["row"]):',
+        "if entry is not None:",
+        ("tests/gallery/test_milvus.py",),
+    ),
+    Defect(
         "commits are not synced to disk",
         "plsc/gallery/sqlite/database.py",
         "PRAGMA synchronous = FULL",
