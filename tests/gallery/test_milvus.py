@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.stores import Servers, milvus_server, open_patiently
-from support.waiting import wait_until
+from support.waiting import free_port, wait_until
 
 from plsc.errors import NotFoundError, PreconditionError, StorageError, UsageError
 from plsc.gallery.filters import Filter
@@ -381,6 +382,42 @@ def test_servers_that_are_not_there(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(StorageError, match="the Milvus store failed"):
             open_milvus(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=0.5)
+
+
+@pytest.mark.live
+def test_a_server_that_is_killed_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    pytest.importorskip("milvus_lite")
+    acknowledged, folder, port = list[str](), tmp_path / "data", free_port()
+
+    def enrol(store: MilvusStore) -> None:
+        with suppress(StorageError):
+            for number in range(10_000):
+                new = NewPerson(vectors(2, number), external_id=f"id{number % 7}", metadata={"number": number})
+                store.put_person("people", new, "m")
+                acknowledged.append(f"id{number % 7}={number}")
+
+    with milvus_server(folder, port, kills=True) as uri:
+        store = opened(uri)
+        store._server.timeout = 5
+        store.create_collection("people", 4, "m")
+        writer = threading.Thread(target=enrol, args=[store])
+        writer.start()
+        wait_until(lambda: len(acknowledged) >= 30)
+    writer.join()
+    with milvus_server(folder, port) as uri:
+        again = opened(uri)
+        found = {one.external_id: one.metadata["number"] for one in again.persons("people")}
+        expected: dict[str | None, int] = {}
+        for line in acknowledged:
+            id, _, number = line.partition("=")
+            expected[id] = int(number)
+        last = f"id{len(acknowledged) % 7}"  # the change in flight was made or not
+        assert found in (expected, {**expected, last: len(acknowledged)})
+        assert again.put_person("people", NewPerson(vectors(1), external_id=last), "m")[1] is (last not in found)
+        again.check()
+        assert sum(len(one.faces) for one in again.persons("people")) == 2 * (len(found) - (last in found)) + 1
+        again.close()
+    store.close()
 
 
 @pytest.mark.live

@@ -325,8 +325,8 @@ def postgres_server() -> Iterator[str]:
 
 
 @contextmanager
-def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
-    """milvus-lite's server over ``folder`` on ``port`` (a free one without); gives its URI."""
+def milvus_server(folder: Path, port: int | None = None, *, kills: bool = False) -> Iterator[str]:
+    """milvus-lite's server over ``folder`` on ``port`` (a free one without), which ``kills`` ends by -9; gives its URI."""
     port = port or free_port()
     start = "from milvus_lite.cmdline import main; main()"
     command = [sys.executable, "-c", start, "server", "--data-dir", str(folder), "--host", "127.0.0.1"]
@@ -335,7 +335,7 @@ def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
         _wait_for(port, process)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
+        process.kill() if kills else process.terminate()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
