@@ -326,7 +326,7 @@ def postgres_server() -> Iterator[str]:
 
 @contextmanager
 def milvus_server(folder: Path, port: int | None = None, *, kills: bool = False) -> Iterator[str]:
-    """milvus-lite's server over ``folder`` on ``port`` (a free one without), which ``kills`` ends by -9; gives its URI."""
+    """milvus-lite's server over ``folder`` on ``port`` (else a free one), which ``kills`` ends by -9; gives its URI."""
     port = port or free_port()
     start = "from milvus_lite.cmdline import main; main()"
     command = [sys.executable, "-c", start, "server", "--data-dir", str(folder), "--host", "127.0.0.1"]
