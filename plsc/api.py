@@ -93,7 +93,7 @@ def load_model(
             raise UsageError("module, architecture, best and provider are of files; leave them out of a model in memory")
         return backbone_embedder(copy.deepcopy(unwrapped(source)), device=chosen, precision=precision)
     if not isinstance(source, str | Path):
-        raise UsageError(f"a model is named by its file or run directory, or is a module, not a {type(source).__name__}")
+        raise UsageError(f"a model is a module, or is named by its file or run directory, not by a {type(source).__name__}")
     if module is not None:
         if provider != AUTO:
             raise UsageError("a module runs on torch, which has no provider; leave provider out")
