@@ -7,4 +7,14 @@ from plsc.models import iresnet, mobilefacenet, small_resnet, vit, wrappers  # n
 from plsc.models.backbone import Backbone, ModuleBackbone, create, exists, names, register
 from plsc.models.weights import load_model, load_weights, save_model
 
-__all__ = ["Backbone", "ModuleBackbone", "create", "exists", "load_model", "load_weights", "names", "register", "save_model"]
+__all__ = [
+    "Backbone",
+    "ModuleBackbone",
+    "create",
+    "exists",
+    "load_model",
+    "load_weights",
+    "names",
+    "register",
+    "save_model",
+]

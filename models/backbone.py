@@ -85,7 +85,9 @@ class Backbone(nn.Module):
             raise UsageError(f"{self.name} was made for {height}x{width}, got {got}: create it with their image_size")
         embeddings: Tensor = super().__call__(x)
         if not isinstance(embeddings, Tensor) or embeddings.shape != (x.shape[0], self.embedding_dim):
-            answer = f"{tuple(embeddings.shape)}" if isinstance(embeddings, Tensor) else f"a {type(embeddings).__name__}"
+            answer = (
+                f"{tuple(embeddings.shape)}" if isinstance(embeddings, Tensor) else f"a {type(embeddings).__name__}"
+            )
             raise UsageError(
                 f"{self.name} answers {answer} to {x.shape[0]} images; a backbone's answer is (B, {self.embedding_dim})"
             )

@@ -60,7 +60,9 @@ def serialize_model(model: nn.Module) -> bytes:
     backbone = unwrapped(model)
     held = _holder(backbone).state_dict()
     if others := [key for key, value in held.items() if not isinstance(value, Tensor)]:
-        raise UsageError(f"{backbone.name} has {others[0]} in its state, which is no tensor; .safetensors holds no other")
+        raise UsageError(
+            f"{backbone.name} has {others[0]} in its state, which is no tensor; .safetensors holds no other"
+        )
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in held.items()}
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
     # The file has no form for weights that two layers share: each has its own copy there.
@@ -356,7 +358,7 @@ def _require_builder(name: str, path: Path) -> None:
     if not name.startswith(TIMM_PREFIX) and not exists(name):
         raise DataError(
             f"{path} holds weights of {name[:80]}, which neither plsc nor an installed package builds: give Python its module, "
-            "plsc.load_model(FILE, module=…), install its package, or take an .onnx or .pt2 export (docs/extending.md)"
+            "plsc.load_model(FILE, module=…), install its package, or take an .onnx or .pt2 export (docs/features/own_backbones.md)"
         )
 
 

@@ -90,10 +90,14 @@ def load_model(
     chosen = None if device is None else to_device(device)
     if isinstance(source, nn.Module):
         if module is not None or architecture is not None or best or provider != AUTO:
-            raise UsageError("module, architecture, best and provider are of files; leave them out of a model in memory")
+            raise UsageError(
+                "module, architecture, best and provider are of files; leave them out of a model in memory"
+            )
         return backbone_embedder(copy.deepcopy(unwrapped(source)), device=chosen, precision=precision)
     if not isinstance(source, str | Path):
-        raise UsageError(f"a model is a module, or is named by its file or run directory, not by a {type(source).__name__}")
+        raise UsageError(
+            f"a model is a module, or is named by its file or run directory, not by a {type(source).__name__}"
+        )
     if module is not None:
         if provider != AUTO:
             raise UsageError("a module runs on torch, which has no provider; leave provider out")

@@ -235,7 +235,9 @@ class Index:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder's path, which is opened again; UsageError where the folder goes with this object."""
         if self._temporary:
-            raise UsageError("this index is in a temporary folder, which goes with it: index.save(FOLDER), and open that")
+            raise UsageError(
+                "this index is in a temporary folder, which goes with it: index.save(FOLDER), and open that"
+            )
         return _opened_again, (type(self), self.folder.absolute(), self._verify, self.manifest)
 
     def __len__(self) -> int:
