@@ -357,8 +357,9 @@ def _require_builder(name: str, path: Path) -> None:
     name = name.removeprefix(ROTATION_PREFIX)
     if not name.startswith(TIMM_PREFIX) and not exists(name):
         raise DataError(
-            f"{path} holds weights of {name[:80]}, which neither plsc nor an installed package builds: give Python its module, "
-            "plsc.load_model(FILE, module=…), install its package, or take an .onnx or .pt2 export (docs/features/own_backbones.md)"
+            f"{path} holds weights of {name[:80]}, which neither plsc nor an installed package builds: give Python its "
+            "module, plsc.load_model(FILE, module=…), or install its package; an .onnx or .pt2 export needs neither "
+            "(docs/features/own_backbones.md)"
         )
 
 

@@ -185,7 +185,8 @@ def _inspected(path: Path, content: bytes) -> io.BytesIO:
     except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, EOFError, NotImplementedError) as error:
         raise DataError(f"{path} is truncated or corrupt: {first_line(error)}") from None
     if reason is not None:
-        raise DataError(f"{path} is refused: {reason}; export it again with `plsc export --format torch`")
+        mend = "export it again with `plsc export --format torch`, or by plsc.embedding.export.export_torch"
+        raise DataError(f"{path} is refused: {reason}; {mend}")
     packed.seek(0)
     return packed
 
