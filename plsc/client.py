@@ -133,7 +133,7 @@ class Client:
         except (httpx.InvalidURL, ValueError) as error:
             raise ServerError(0, "bad_request", f"{masked(str(url))} is no address of a server: {error}") from None
         self._url, self._retries = masked(url), retries
-        self._made_with = {"url": url, "token": token, "timeout": timeout, "retries": retries}
+        self._anew = partial(type(self), url, token, timeout=timeout, retries=retries)
         self._sends_keys = True  # until the server says that its store keeps none
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class Client:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it was made with, the token too; it comes back with connections of its own."""
-        return partial(type(self), **self._made_with), ()
+        return self._anew, ()
 
     def __enter__(self) -> Self:
         return self
