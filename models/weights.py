@@ -47,7 +47,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     own, :class:`plsc.models.ModuleBackbone` says them.
 
     Raises:
-        UsageError: it is no backbone, or its state holds something that is no tensor.
+        UsageError: it is no backbone, or its state holds something that is no tensor, or lies in parts on the ranks.
     """
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.write_bytes(serialize_model(model))
@@ -63,6 +63,9 @@ def serialize_model(model: nn.Module) -> bytes:
         raise UsageError(
             f"{backbone.name} has {others[0]} in its state, which is no tensor; .safetensors holds no other"
         )
+    if any(hasattr(value, "full_tensor") for value in held.values()):
+        mend = "save a whole copy that has torch's get_model_state_dict with full_state_dict (examples/fsdp2_dcp.py)"
+        raise UsageError(f"{backbone.name} lies in parts on several ranks: {mend}")
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in held.items()}
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
     # The file has no form for weights that two layers share: each has its own copy there.

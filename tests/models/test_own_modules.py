@@ -243,6 +243,17 @@ def test_a_state_of_more_than_tensors_is_refused(tmp_path: Path) -> None:
         save_model(backbone(Counting), tmp_path / "m.safetensors")
 
 
+def _saved_in_parts(mesh: Any, path: str) -> str:
+    net = plsc.data_parallel(backbone(), mesh, strategy="fsdp")
+    with pytest.raises(UsageError, match=r"lies in parts on several ranks: .*get_model_state_dict") as raised:
+        save_model(net, path)
+    return str(raised.value)
+
+
+def test_a_module_of_which_a_rank_has_a_part_says_how_it_is_saved(ranks: Any, tmp_path: Path) -> None:
+    assert "\n" not in "".join(ranks(2, _saved_in_parts, str(tmp_path / "m.safetensors")))
+
+
 @pytest.mark.live
 def test_a_builder_may_return_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(embedding_dim: int, image_size: Any, *, width: int = 8) -> nn.Module:
