@@ -4,7 +4,17 @@ if __name__ != "plsc.models":
     raise ImportError("this folder is the package plsc.models: import plsc.models")
 
 from plsc.models import iresnet, mobilefacenet, small_resnet, vit, wrappers  # noqa: F401  (each registers its names)
-from plsc.models.backbone import Backbone, create, exists, names, register
+from plsc.models.backbone import Backbone, ModuleBackbone, create, exists, names, register
 from plsc.models.weights import load_model, load_weights, save_model
 
-__all__ = ["Backbone", "create", "exists", "load_model", "load_weights", "names", "register", "save_model"]
+__all__ = [
+    "Backbone",
+    "ModuleBackbone",
+    "create",
+    "exists",
+    "load_model",
+    "load_weights",
+    "names",
+    "register",
+    "save_model",
+]

@@ -21,13 +21,23 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
 from plsc.extensions import Registry
-from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
+from plsc.models.preprocessing import (
+    BILINEAR,
+    DEFAULT_SIZE,
+    PIXEL_MEAN,
+    PIXEL_STD,
+    Channels,
+    ImageSize,
+    Preprocessing,
+    height_and_width,
+)
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.recompute import Segment, innermost_blocks, recompute_in_backward
 from plsc.nearest import did_you_mean
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 # What arcface_torch calls our backbones; people who ask for one leave out what follows _dp.
 ARCFACE_TORCH_NAMES = {
@@ -74,7 +84,19 @@ class Backbone(nn.Module):
             got = "x".join(str(side) for side in x.shape[-2:])
             raise UsageError(f"{self.name} was made for {height}x{width}, got {got}: create it with their image_size")
         embeddings: Tensor = super().__call__(x)
+        if not isinstance(embeddings, Tensor) or embeddings.shape != (x.shape[0], self.embedding_dim):
+            answer = (
+                f"{tuple(embeddings.shape)}" if isinstance(embeddings, Tensor) else f"a {type(embeddings).__name__}"
+            )
+            raise UsageError(
+                f"{self.name} answers {answer} to {x.shape[0]} images; a backbone's answer is (B, {self.embedding_dim})"
+            )
         return embeddings
+
+    def extra_repr(self) -> str:
+        """What it is called, and what it makes of what."""
+        height, width = height_and_width(self.image_size)
+        return f"{self.name}: (B, 3, {height}, {width}) -> (B, {self.embedding_dim})"
 
     def segments(self) -> list[Segment]:
         """Return the parts whose activations can be recomputed, in the order in which they run; perhaps none.
@@ -82,6 +104,46 @@ class Backbone(nn.Module):
         The default finds the blocks in Sequential and ModuleList; a family with a large stem overrides it.
         """
         return [Segment(block) for block in innermost_blocks(self)]
+
+
+class ModuleBackbone(Backbone):
+    """Any module as a backbone: says which images it takes, so that it can be saved, exported and embedded with.
+
+    The keys in its files are those of the module alone.
+
+    Args:
+        module: maps (B, 3, H, W) float32 to (B, D); perhaps wrapped by DistributedDataParallel or torch.compile.
+        embedding_dim: D.
+        image_size: the side of square images in pixels, or (height, width).
+        mean: of pixel values 0 to 255: one number, or a number per channel. It is trained on (x - mean)/std.
+        std: likewise.
+        interpolation: by which pictures of another size are resized.
+        name: by which a package's entry point builds it; None: the name of its class, which no command can build.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        embedding_dim: int,
+        image_size: ImageSize,
+        *,
+        mean: Channels = PIXEL_MEAN,
+        std: Channels = PIXEL_STD,
+        interpolation: str = BILINEAR,
+        name: str | None = None,
+    ) -> None:
+        while isinstance(module, _WRAPPERS) or hasattr(module, "_orig_mod"):
+            module = cast(nn.Module, module.module if isinstance(module, _WRAPPERS) else module._orig_mod)
+        kind = re.sub(r"[^\w.]", "_", f"{type(module).__module__}.{type(module).__qualname__}")
+        super().__init__(name or kind, embedding_dim, image_size)
+        self.preprocessing = Preprocessing(image_size, mean, std, interpolation)
+        self.module = module
+        self.training = module.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, D)."""
+        embeddings: Tensor = self.module(x)
+        return embeddings
 
 
 class Architecture(NamedTuple):
@@ -97,10 +159,10 @@ class Architecture(NamedTuple):
         return create(self.name, embedding_dim=self.embedding_dim, image_size=self.image_size, **self.options)
 
 
-Builder = Callable[..., Backbone]
+Builder = Callable[..., nn.Module]
 Inference = Callable[[Mapping[str, Tensor]], Architecture]
 _builders: Registry[Builder] = Registry(
-    "plsc.backbones", {}, callable, "a function of (embedding_dim, image_size, **options) that returns a Backbone"
+    "plsc.backbones", {}, callable, "a function of (embedding_dim, image_size, **options) that returns a module"
 )
 _prefixes: dict[str, Callable[[str], Builder]] = {}
 _inferences: list[tuple[tuple[str, ...], Inference]] = []
@@ -167,7 +229,8 @@ def create(name: str, *, embedding_dim: int = 512, image_size: ImageSize = DEFAU
     size = _checked_size(image_size, SIZE_STEP if name in _builders else 1)
     given = {option: value for option, value in options.items() if option != "gradient_checkpointing"}
     _check_options(name, builder, given)
-    model = builder(embedding_dim, size, **given)
+    built = builder(embedding_dim, size, **given)
+    model = built if isinstance(built, Backbone) else ModuleBackbone(built, embedding_dim, size, name=name)
     model.options = dict(options)
     if options.get("gradient_checkpointing"):
         recompute_in_backward(model.segments())

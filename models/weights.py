@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write, pinned
 from plsc.models import timm_weights
-from plsc.models.backbone import Architecture, Backbone, infer, is_ours
+from plsc.models.backbone import Architecture, Backbone, ModuleBackbone, exists, infer, is_ours
 from plsc.models.preprocessing import ImageSize, Preprocessing, check_side, height_and_width, image_size
 from plsc.models.torch_files import archive_names, check_tensors, checkpoint_hint, load_torch_file
 from plsc.models.trial import Inputs, require_trial
@@ -42,7 +43,11 @@ _WRAPPERS = ("state_dict_backbone", "state_dict_ema", "model_ema", "state_dict",
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Write a backbone (perhaps wrapped by data parallel or torch.compile) to ``path``, a .safetensors file.
 
-    The metadata hold what :func:`load_model` needs: name, embedding_dim, options, preprocessing.
+    The metadata hold what :func:`load_model` needs: name, embedding_dim, options, preprocessing. Of a module of your
+    own, :class:`plsc.models.ModuleBackbone` says them.
+
+    Raises:
+        UsageError: it is no backbone, or its state holds something that is no tensor, or lies in parts on the ranks.
     """
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.write_bytes(serialize_model(model))
@@ -53,8 +58,19 @@ def serialize_model(model: nn.Module) -> bytes:
     from safetensors.torch import save
 
     backbone = unwrapped(model)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
-    return save(state, model_metadata(backbone))
+    held = _holder(backbone).state_dict()
+    if others := [key for key, value in held.items() if not isinstance(value, Tensor)]:
+        raise UsageError(
+            f"{backbone.name} has {others[0]} in its state, which is no tensor; .safetensors holds no other"
+        )
+    if any(hasattr(value, "full_tensor") for value in held.values()):
+        mend = "save a whole copy that has torch's get_model_state_dict with full_state_dict (examples/fsdp2_dcp.py)"
+        raise UsageError(f"{backbone.name} lies in parts on several ranks: {mend}")
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in held.items()}
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
+    # The file has no form for weights that two layers share: each has its own copy there.
+    alone = {k: t.clone() if users[t.untyped_storage().data_ptr()] > 1 else t for k, t in state.items()}
+    return save(alone, model_metadata(backbone))
 
 
 def model_metadata(backbone: Backbone) -> dict[str, str]:
@@ -68,13 +84,17 @@ def model_metadata(backbone: Backbone) -> dict[str, str]:
     }
 
 
-def load_model(path: str | Path, *, architecture: str | None = None, own: bool = False) -> Backbone:
+def load_model(
+    path: str | Path, *, architecture: str | None = None, module: nn.Module | None = None, own: bool = False
+) -> Backbone:
     """Load a backbone, in evaluation mode, on the CPU.
 
     Args:
         path: a .safetensors file of :func:`save_model`, or a state_dict of arcface_torch (.pt, .pth, .bin or
             .safetensors), whose architecture is inferred from its keys and shapes.
         architecture: the name to use if it cannot be inferred (``timm:NAME``), or that the file must have.
+        module: takes the weights, strictly, in the place of a backbone that is built: a module of your own, for a file
+            of :func:`save_model`; a :class:`plsc.models.ModuleBackbone` of it, for a file that says nothing of images.
         own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
     Raises:
@@ -83,19 +103,51 @@ def load_model(path: str | Path, *, architecture: str | None = None, own: bool =
         IntegrityError: it is not signed, where that is asked for.
     """
     path = Path(path)
+    if architecture is not None and module is not None:
+        raise UsageError("an architecture and a module are given; one of them takes the weights")
     state, metadata = read_state(path, own=own)
-    found = _from_metadata(metadata, path) or _from_state(state, architecture, path)
+    stated = _from_metadata(metadata, path)
+    if module is not None:
+        model = _given(module, stated, path, own=own)
+        _assign(_holder(model), state, path)
+        return _prepared(model, metadata, path)
+    found = stated or _from_state(state, architecture, path)
     if architecture is not None and found.name != architecture:
         raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
+    _require_builder(found.name, path)
     build = partial(_build, found, len(state), path, state)
     if not own and not is_asked_for():
         check_side(found.image_size, path)
         _require_trial(path, found, state, build)
     model = build()
-    _assign(model, state, path)
+    _assign(_holder(model), state, path)
+    return _prepared(model, metadata, path)
+
+
+def _given(module: nn.Module, stated: Architecture | None, path: Path, *, own: bool) -> Backbone:
+    """The backbone of a caller's module, with what the file says of it where it does not say so itself."""
+    if isinstance(module, Backbone):
+        return module
+    if stated is None:
+        mend = "give module=plsc.models.ModuleBackbone(MODULE, EMBEDDING_DIM, IMAGE_SIZE)"
+        raise DataError(f"{path} does not say which images its weights take: {mend}")
+    if not own and not is_asked_for():
+        check_side(stated.image_size, path)
+    model = ModuleBackbone(module, stated.embedding_dim, stated.image_size, name=stated.name)
+    model.options = stated.options
+    return model
+
+
+def _prepared(model: Backbone, metadata: dict[str, str], path: Path) -> Backbone:
+    """The backbone that has its weights, with the contract that the file states, in evaluation mode."""
     if contract := _contract(metadata, path):
         adopt_preprocessing(model, contract)
     return model.eval()
+
+
+def _holder(backbone: Backbone) -> nn.Module:
+    """The module whose keys stand in files: that of a user without what plsc puts around it."""
+    return backbone.module if isinstance(backbone, ModuleBackbone) else backbone
 
 
 def load_weights(model: nn.Module, source: str | Path) -> None:
@@ -118,11 +170,12 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
     backbone = unwrapped(model)
     contract = _brought(backbone.name, state, metadata, path)
     if not isinstance(backbone, RotationTTA):
-        state = _without_prefixes(state, (ROTATION_KEYS,))
+        within = (f"{ROTATION_KEYS}module.",) if isinstance(backbone, ModuleBackbone) else ()
+        state = _without_prefixes(state, (*within, ROTATION_KEYS))
     if isinstance(backbone, TimmBackbone) and timm_weights.is_timms_own(state):
         _assign(backbone.trunk, timm_weights.trunk_state(backbone, state, path), path)
     else:
-        _assign(backbone, state, path)
+        _assign(_holder(backbone), state, path)
     if contract is not None:
         adopt_preprocessing(backbone, contract)
 
@@ -209,7 +262,8 @@ def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dic
         raise DataError(f"{path} holds no tensors")
     if is_safe and metadata.get(LAYOUT) == TIMM_LAYOUT:
         return _joined(state, metadata.get(CLASSIFIER, ""), path, own=own), metadata
-    return _without_prefixes(state), metadata
+    # What plsc wrote has no wrapper's prefix, but perhaps a module that is called as such.
+    return state if metadata.get("format") == FORMAT else _without_prefixes(state), metadata
 
 
 def _joined(trunk: dict[str, Tensor], classifier: str, path: Path, *, own: bool) -> dict[str, Tensor]:
@@ -223,9 +277,11 @@ def unwrapped(model: nn.Module) -> Backbone:
     """Return the backbone inside data parallel and torch.compile wrappers."""
     inner: Any = model
     while not isinstance(inner, Backbone):
-        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
         if inner is None:
-            raise UsageError(f"{type(model).__name__} is no backbone of plsc.models.create")
+            name = type(model).__name__
+            mend = "plsc.models.ModuleBackbone(MODULE, EMBEDDING_DIM, IMAGE_SIZE) makes one of it"
+            raise UsageError(f"{name} is no backbone of plsc.models.create: {mend}")
     return inner
 
 
@@ -299,6 +355,17 @@ def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) 
     return Architecture(architecture, state["fc.weight"].shape[0], 112, {})
 
 
+def _require_builder(name: str, path: Path) -> None:
+    """Refuse weights whose module nothing here builds: a file brings no code."""
+    name = name.removeprefix(ROTATION_PREFIX)
+    if not name.startswith(TIMM_PREFIX) and not exists(name):
+        raise DataError(
+            f"{path} holds weights of {name[:80]}, which neither plsc nor an installed package builds: give Python its "
+            "module, plsc.load_model(FILE, module=…), or install its package; an .onnx or .pt2 export needs neither "
+            "(docs/features/own_backbones.md)"
+        )
+
+
 def _require_trial(
     path: Path, architecture: Architecture, state: Mapping[str, Tensor], build: Callable[[], Backbone]
 ) -> None:
@@ -323,7 +390,7 @@ def _build(
         with torch.device("meta"), _at_most_parameters(parameters):
             model = architecture.build()
         if state is not None:
-            _check_fit(model, state, path)
+            _check_fit(_holder(model), state, path)
         if is_ours(architecture.name.removeprefix(ROTATION_PREFIX)):
             return model
         return architecture.build()  # its buffers may have values that no state_dict holds

@@ -5,25 +5,38 @@
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from plsc.arguments import as_integer
 from plsc.data.alignment import align_face
 from plsc.data.codec import to_rgb_tensor
 from plsc.data.dataset import ImageDataset
-from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.embedder import (
+    AUTO,
+    PRECISIONS,
+    Embedder,
+    auto_precision,
+    backbone_engine,
+    model_file,
+    open_embedder,
+)
 from plsc.embedding.pipeline import embed_dataset
 from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate as evaluate_sets
 from plsc.evaluation import ijb as evaluate_ijb
 from plsc.evaluation import raw_pixels
+from plsc.models import Backbone
+from plsc.models import load_model as load_backbone
 from plsc.models.preprocessing import ImageSize, Preprocessing
+from plsc.models.weights import unwrapped
 from plsc.parallel.mesh import Mesh, require_mesh, to_device
 
 if TYPE_CHECKING:
@@ -38,13 +51,14 @@ RAW_PIXELS = "raw-pixels"
 
 
 def load_model(
-    source: str | Path,
+    source: str | Path | nn.Module,
     *,
     device: str | torch.device | None = None,
     precision: str = "auto",
     architecture: str | None = None,
     best: bool = False,
     provider: str = "auto",
+    module: nn.Module | None = None,
 ) -> Embedder:
     """Load a model that turns images into embeddings.
 
@@ -52,7 +66,8 @@ def load_model(
         source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict
             of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; an .onnx file with one input and one
             output; ``sface``, a file of an installed package (docs/faces.md); or ``hf-hub:ORG/NAME``, perhaps with
-            ``@REVISION``: what ``plsc push`` put on the Hugging Face hub.
+            ``@REVISION``: what ``plsc push`` put on the Hugging Face hub. Or a backbone in memory, of which a copy is
+            taken: of :func:`plsc.models.create`, or a :class:`plsc.models.ModuleBackbone`, which any module can be.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", "bf16", "fp16", or "auto": on GPUs bf16 (fp16 on Volta and Turing, fp32 on older ones), fp32
             on CPUs and for .onnx.
@@ -60,6 +75,8 @@ def load_model(
         best: of a run directory, take the weights of the best evaluation (``best.safetensors``).
         provider: of onnxruntime, for an .onnx file: "cpu", "cuda", "tensorrt", "openvino" or "coreml"; where it is not
             installed, a warning is logged and the CPU's runs. "auto" is what ``device`` says.
+        module: of your own, which takes the weights of a run or file that was made with its like, strictly; a
+            :class:`plsc.models.ModuleBackbone` for a file that says nothing of images.
 
     Returns:
         The model. Its ``embedding_dim`` is D, its ``image_size`` the side of square images or (height, width), its
@@ -70,19 +87,49 @@ def load_model(
         UsageError: there is no such file, or the request does not fit it.
         DataError: the file is corrupt, or is no embedding model.
     """
+    chosen = None if device is None else to_device(device)
+    if isinstance(source, nn.Module):
+        if module is not None or architecture is not None or best or provider != AUTO:
+            raise UsageError(
+                "module, architecture, best and provider are of files; leave them out of a model in memory"
+            )
+        return backbone_embedder(copy.deepcopy(unwrapped(source)), device=chosen, precision=precision)
     if not isinstance(source, str | Path):
         raise UsageError(
-            f"a model is named by its file or run directory, not by a {type(source).__name__}: "
-            "plsc.models.save_model(net, FILE) writes a backbone"
+            f"a model is a module, or is named by its file or run directory, not by a {type(source).__name__}"
         )
-    chosen = None if device is None else to_device(device)
+    if module is not None:
+        if provider != AUTO:
+            raise UsageError("a module runs on torch, which has no provider; leave provider out")
+        backbone = load_backbone(model_file(source, best=best), architecture=architecture, module=module)
+        return backbone_embedder(backbone, device=chosen, precision=precision, source=str(source))
     return open_embedder(
         source, device=chosen, precision=precision, architecture=architecture, best=best, provider=provider
     )
 
 
+def backbone_embedder(
+    backbone: Backbone,
+    *,
+    device: torch.device | None = None,
+    precision: str = AUTO,
+    mesh: Mesh | None = None,
+    source: str | None = None,
+) -> Embedder:
+    """Make a backbone in memory ready to embed: as :func:`plsc.embedding.embedder.open_embedder` makes one of a file.
+
+    The backbone is put into evaluation mode, onto the device. ``source`` stands in messages; None: its name.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if precision == AUTO:
+        precision = auto_precision(Path(), mesh or Mesh(0, 1, 0, device))
+    elif precision not in PRECISIONS:
+        raise UsageError(f"precision is {precision!r}; it has to be one of {', '.join((AUTO, *PRECISIONS))}")
+    return Embedder(backbone_engine(backbone, device, precision, channels_last=True), source or backbone.name)
+
+
 def embed(
-    model: Embedder | str | Path,
+    model: Embedder | str | Path | nn.Module,
     images: ImageSource | ImageDataset,
     *,
     flip: bool = False,
@@ -141,7 +188,7 @@ def embed(
 
 
 def evaluate(
-    model: Embedder | str | Path,
+    model: Embedder | str | Path | nn.Module,
     sets: str | Path | Sequence[str | Path] = (),
     *,
     ijb: str | Path | None = None,
@@ -191,8 +238,11 @@ def evaluate(
         name, function, contract = RAW_PIXELS, raw_pixels, Preprocessing(image_size)
     else:
         on_ranks: dict[str, Any] = {"device": mesh.device, "mesh": mesh} if mesh.world_size > 1 else {}
-        loaded = open_embedder(model, precision=precision, **on_ranks)
-        name, function, contract = str(model), loaded, loaded.preprocessing
+        if isinstance(model, nn.Module):
+            loaded = backbone_embedder(copy.deepcopy(unwrapped(model)), precision=precision, **on_ranks)
+        else:
+            loaded = open_embedder(model, precision=precision, **on_ranks)
+        name, function, contract = loaded.source, loaded, loaded.preprocessing
     options: dict[str, Any] = {
         "image_size": contract.image_size,
         "mesh": mesh,

@@ -15,6 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -132,10 +133,15 @@ class Client:
         except (httpx.InvalidURL, ValueError) as error:
             raise ServerError(0, "bad_request", f"{masked(str(url))} is no address of a server: {error}") from None
         self._url, self._retries = masked(url), retries
+        self._anew = partial(type(self), url, token, timeout=timeout, retries=retries)
 
     def __repr__(self) -> str:
         """Return the address, without what stands before @ in it, and without the token."""
         return f"<plsc.Client of {self._url}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made with, the token too; it comes back with connections of its own."""
+        return self._anew, ()
 
     def __enter__(self) -> Self:
         return self

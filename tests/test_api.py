@@ -121,7 +121,7 @@ def test_load_model_takes_what_the_commands_take(folder, model, file):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((torch.nn.Linear(2, 2),), {}, r"not by a Linear: plsc\.models\.save_model"),
+        ((torch.nn.Linear(2, 2),), {}, r"Linear is no backbone of .*ModuleBackbone"),
         ((None,), {}, "not by a NoneType"),
         (("nowhere",), {}, "nowhere does not exist"),
         (("nowhere",), {"device": "gpu"}, "there is no device 'gpu'"),

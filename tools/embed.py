@@ -4,14 +4,14 @@
   plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
   plsc embed runs/faces --data photos/ --out photos.emb --detector mtcnn
 
-MODEL is a run directory, a .safetensors, .pt or .onnx file. A run directory stands for its model.safetensors, the last
-weights; --best takes best.safetensors, those of the best evaluation. DATA is any folder of photos, or what data.train
-takes, with or without labels (docs/data.md). Face models expect aligned crops of one face: give those, or --landmarks,
-or --detector (docs/faces.md), which finds the largest face of each, or with --faces all every one. An image that cannot
-be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it
-again: it resumes, with any number of processes; rows of files that were replaced since (of another size or time) are
-made anew. EMB is the folder of an embedding set, or X.parquet, which pandas, DuckDB, Spark and plsc itself read. Its
-rows are in the folder .X.parquet.emb until all are there.
+MODEL is a run directory, a .safetensors, .pt, .pt2 or .onnx file. A run directory stands for its model.safetensors, the
+last weights; --best takes best.safetensors, those of the best evaluation. DATA is any folder of photos, or what
+data.train takes, with or without labels (docs/data.md). Face models expect aligned crops of one face: give those, or
+--landmarks, or --detector (docs/faces.md), which finds the largest face of each, or with --faces all every one. An
+image that cannot be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped,
+or killed, run it again: it resumes, with any number of processes; rows of files that were replaced since (of another
+size or time) are made anew. EMB is the folder of an embedding set, or X.parquet, which pandas, DuckDB, Spark and plsc
+itself read. Its rows are in the folder .X.parquet.emb until all are there.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plsc.embedding.contracts import SEPARATOR
 from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
@@ -39,6 +39,7 @@ from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 from plsc.models.backbone import ARCFACE_TORCH_NAMES
 from plsc.models.preprocessing import Preprocessing, contract_id
+from plsc.models.weights import unwrapped
 
 CPU = torch.device("cpu")
 BATCH_AXIS = "batch"
@@ -53,7 +54,7 @@ ARCFACE_TORCH_SIZE = 112
 
 
 def export_onnx(
-    model: Backbone,
+    model: nn.Module,
     path: str | Path,
     *,
     tolerance: float | None = None,
@@ -68,7 +69,8 @@ def export_onnx(
     id: the model's own, but in int8, whose thresholds are others.
 
     Args:
-        model: the backbone.
+        model: the backbone, perhaps wrapped; of a module of your own, a :class:`plsc.models.ModuleBackbone`. It is put
+            into evaluation mode.
         path: of the file.
         tolerance: as a share of the largest value; None: 1e-4, in fp16 1e-2, and in int8 any.
         form: precision and preprocessing inside; None: float32 without.
@@ -84,8 +86,9 @@ def export_onnx(
         UsageError: the model has no ONNX form, or the file cannot be written.
         DataError: the written file's embeddings differ by more than ``tolerance`` times their largest value.
     """
-    engine = replace(backbone_engine(model, CPU), compatible_with=tuple(compatible_with))
-    return _export_graph(engine, lambda _: _float_graph(model), path, tolerance, form, judge)
+    backbone = unwrapped(model)
+    engine = replace(backbone_engine(backbone, CPU), compatible_with=tuple(compatible_with))
+    return _export_graph(engine, lambda _: _float_graph(backbone), path, tolerance, form, judge)
 
 
 def reduce_onnx(
@@ -152,7 +155,7 @@ def _export_graph(
     return {**result, **about, "judged": judged[0] if judged else None}
 
 
-def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
+def export_torch(model: nn.Module, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Write ``model`` as a program of torch.export: ``torch.export.load(FILE).module()`` runs it without plsc.
 
     It maps (B, 3, H, W) float32 of (x - mean)/std to (B, D) for any B; its extra file ``plsc.json`` holds
@@ -160,13 +163,15 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
     :func:`export_onnx`.
     """
 
+    backbone = unwrapped(model)
+
     def write(engine: Engine, tmp_path: Path) -> Engine:
         contract = {"format": PROGRAM_FORMAT, **engine.preprocessing.to_dict(), **_contract(engine)}
         with _quiet():
-            save_program(_program(model), tmp_path, contract)
+            save_program(_program(backbone), tmp_path, contract)
         return TorchEngine(*open_program(tmp_path, CPU, own=True), CPU, "fp32")
 
-    return _exported("torch", backbone_engine(model, CPU), Path(path), write, tolerance)
+    return _exported("torch", backbone_engine(backbone, CPU), Path(path), write, tolerance)
 
 
 def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
@@ -209,7 +214,11 @@ def _exported(
     expected = _expected(engine, path)
     with atomic_write(path) as tmp_path:
         tmp_path.touch()  # fails now, before the work, if the folder cannot be written
-        written = write(engine, tmp_path)
+        try:
+            written = write(engine, tmp_path)
+        except DataError as error:  # of what was written, which its readers do not take
+            reason = str(error).partition("; export it again")[0].replace(str(tmp_path), "it")
+            raise DataError(f"{path} was not written: {reason}") from None
         check = _checked(engine, expected, written, path, tolerance)
         try:
             judge(engine, written)
@@ -287,7 +296,14 @@ def _name_batch_axis(graph: Any) -> None:
 def _program(model: Backbone) -> torch.export.ExportedProgram:
     example = torch.zeros(2, *model.preprocessing.shape)
     batch = torch.export.Dim(BATCH_AXIS, min=1)
-    return torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+    try:
+        program = torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+        # Regions of autocast or no_grad in a forward become calls of graphs, which neither readers nor ONNX take.
+        has_regions = any(str(node.target).startswith("wrap_with_") for node in program.graph.nodes)
+        return program.run_decompositions({}) if has_regions else program
+    except Exception as error:  # torch's errors about a stranger's code are of any kind
+        reason = f"{first_line(error)}; its forward may not branch on values, or on the number of images"
+        raise UsageError(f"{model.name} has no form for torch.export: {reason}") from None
 
 
 def _contract(engine: Engine) -> dict[str, Any]:
@@ -301,7 +317,13 @@ def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(count)
         shape = (count, *engine.preprocessing.shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        embeddings = engine.run(images)
+        try:
+            embeddings = engine.run(images)
+        except PlscError:
+            raise
+        except Exception as error:  # of a module that a user wrote
+            what = f"the model fails on a batch of {count}: {first_line(error)}"
+            raise UsageError(f"{path} was not written: {what}; let it take any number of images") from None
         if not embeddings.isfinite().all():
             raise DataError(f"{path} was not written: the model's embeddings are not finite; check its weights")
         pairs.append((images, embeddings))

@@ -117,7 +117,7 @@ def _faults(model: Any, *, trusted: bool) -> Iterator[str]:
             if kind == "NodeProto" and message.op_type in LOOPS and not trusted:
                 yield f"has a {message.op_type}, which may never end; {mend}"
             if kind == "TensorProto" and message.data_location == TensorProto.EXTERNAL:
-                yield "has weights in other files; save it as one file"
+                yield "has weights in other files; save it as one file (torch.onnx.export: external_data=False)"
     if not trusted and (fault := size_fault(model)):
         yield f"{fault}; {mend}"
 

@@ -4,14 +4,17 @@ Which providers there are is a matter of the package that is installed: ``onnxru
 ``onnxruntime-gpu`` CUDA's and TensorRT's, ``onnxruntime-openvino`` OpenVINO's, and ``onnxruntime`` on macOS CoreML's.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from plsc.embedding.onnx_model import load_graph
 from plsc.errors import DataError, UsageError, first_line
 from plsc.progress import warn
+from plsc.regular_files import open_regular
 
 AUTO = "auto"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -23,6 +26,34 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     "openvino": ("OpenVINOExecutionProvider",),
     "coreml": ("CoreMLExecutionProvider",),
 }
+
+
+class Session:
+    """An ``onnxruntime.InferenceSession`` that pickles: with the content of its file, which must be there still."""
+
+    def __init__(self, path: Path, content: bytes, providers: list[str], running: Any) -> None:
+        self._path, self._providers = path.absolute(), providers
+        self._digest = hashlib.sha256(content).digest()
+        self.run, self.get_outputs = running.run, running.get_outputs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Read the file again, so that its bytes lie in no memory meanwhile; DataError where it is another now."""
+        _, content = load_graph(self._path, read_again(self._path), trusted=True)
+        check_same(self._path, hashlib.sha256(content).digest() == self._digest)
+        return open_session, (self._path, content, self._providers)
+
+
+def read_again(path: Path) -> bytes:
+    """Read the file of a model that is to be pickled; DataError where it is gone."""
+    check_same(path, path.exists())
+    with open_regular(path) as file:
+        return file.read()
+
+
+def check_same(path: Path, same: bool) -> None:
+    """Refuse to pickle a model whose file is no longer what was opened: DataError."""
+    if not same:
+        raise DataError(f"{path} is not the file that was opened, and a model is pickled with it: load it again")
 
 
 def session_providers(path: Path, device: torch.device, provider: str = AUTO) -> list[str]:
@@ -47,8 +78,8 @@ def session_providers(path: Path, device: torch.device, provider: str = AUTO) ->
     return [*found, CPU]
 
 
-def open_session(path: Path, content: bytes, providers: list[str]) -> Any:
-    """Open an ``onnxruntime.InferenceSession`` with torch's number of threads.
+def open_session(path: Path, content: bytes, providers: list[str]) -> Session:
+    """Open a :class:`Session` with torch's number of threads.
 
     Args:
         path: of the file, for messages.
@@ -74,14 +105,14 @@ def open_session(path: Path, content: bytes, providers: list[str]) -> Any:
         return open_session(path, content, [CPU])
     if (running := session.get_providers()[0]) != providers[0]:
         _say_fallback(path, providers[0], running, "its libraries could not be loaded")
-    return session
+    return Session(path, content, providers, session)
 
 
 def _say_fallback(path: Path, wanted: str, running: str, reason: str) -> None:
     warn("plsc.embedding", f"{path} runs on {running} in place of {wanted}: {reason}")
 
 
-def run_session(path: Path, session: Any, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+def run_session(path: Path, session: Session, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a session; :class:`DataError` names the file and the inputs' shapes when it does not run on them."""
     try:
         answer: list[np.ndarray] = session.run(outputs, inputs)

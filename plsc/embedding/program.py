@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plsc.embedding.onnx_session import check_same, read_again
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import Preprocessing, check_side, stated_contract
 from plsc.models.torch_files import archive_names
@@ -102,18 +103,33 @@ def open_program(path: Path, device: torch.device, *, own: bool = False) -> tupl
     except Exception as error:  # torch's reader of foreign bytes raises anything
         raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
     contract_id = stated_contract(path, contract, FORMAT, _fingerprint(content), preprocessing)
-    return module if trusted else _InPieces(module, batches), preprocessing, embedding_dim, contract_id
+    program = _Program(module, path.absolute(), _fingerprint(content), device, () if trusted else batches)
+    return program, preprocessing, embedding_dim, contract_id
 
 
-class _InPieces(nn.Module):
-    """Runs a model with batches of those sizes alone in which it was tried."""
+class _Program(nn.Module):
+    """Runs a model with batches of those sizes alone in which it was tried, if it was; pickles as its file does."""
 
-    def __init__(self, module: nn.Module, batches: Sequence[int]) -> None:
+    def __init__(
+        self, module: nn.Module, path: Path, fingerprint: str, device: torch.device, batches: Sequence[int]
+    ) -> None:
         super().__init__()
         self._module, self._batches = module, batches
+        self._path, self._fingerprint, self._device = path, fingerprint, device
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.cat([self._module(piece) for piece in images.split(pieces(len(images), self._batches))])
+        sizes = pieces(len(images), self._batches) if self._batches else [len(images)]
+        return torch.cat([self._module(piece) for piece in images.split(sizes)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Read the file again: a program that runs does not pickle. DataError where it is another now."""
+        content = _inspected(self._path, read_again(self._path))
+        check_same(self._path, _fingerprint(content) == self._fingerprint)
+        return _reopened, (content.getvalue(), self._path, self._fingerprint, self._device, self._batches)
+
+
+def _reopened(content: bytes, path: Path, fingerprint: str, device: torch.device, batches: Sequence[int]) -> _Program:
+    return _Program(_loaded(io.BytesIO(content), device), path, fingerprint, device, batches)
 
 
 def _contract(path: Path, content: io.BytesIO) -> tuple[dict[str, Any], Preprocessing]:
@@ -169,7 +185,8 @@ def _inspected(path: Path, content: bytes) -> io.BytesIO:
     except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, EOFError, NotImplementedError) as error:
         raise DataError(f"{path} is truncated or corrupt: {first_line(error)}") from None
     if reason is not None:
-        raise DataError(f"{path} is refused: {reason}; export it again with `plsc export --format torch`")
+        mend = "export it again with `plsc export --format torch`, or by plsc.embedding.export.export_torch"
+        raise DataError(f"{path} is refused: {reason}; {mend}")
     packed.seek(0)
     return packed
 

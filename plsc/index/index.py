@@ -85,6 +85,8 @@ class Index:
         structure: the faiss index, None for an exact index.
     """
 
+    _temporary = False  # whether its folder is removed with it
+
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
         """Open an index.
 
@@ -98,7 +100,7 @@ class Index:
             DataError: ``folder`` is no index.
             IntegrityError: a file is damaged.
         """
-        self.folder = Path(folder)
+        self.folder, self._verify = Path(folder), verify
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
@@ -208,6 +210,7 @@ class Index:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         shutil.rmtree(scratch if folder is not None else scratch / "set", ignore_errors=True)
+        index._temporary = folder is None
         if folder is None:
             weakref.finalize(index, shutil.rmtree, scratch, ignore_errors=True)
         return index
@@ -228,6 +231,14 @@ class Index:
     def __repr__(self) -> str:
         """Return its kind and shape, and the folder."""
         return f"<plsc.Index at {self.folder}: {self.kind}, {len(self):,} vectors of {self.dim}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the folder's path, which is opened again; UsageError where the folder goes with this object."""
+        if self._temporary:
+            raise UsageError(
+                "this index is in a temporary folder, which goes with it: index.save(FOLDER), and open that"
+            )
+        return _opened_again, (type(self), self.folder.absolute(), self._verify, self.manifest)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -273,6 +284,13 @@ class Index:
     def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         beside = ann.Rows(None, np.arange(len(self.base), len(self)), self.held_out_vectors)
         return ann.search_all(self.structure, queries, k, beside, lambda some: self._exact.search(some, k))
+
+
+def _opened_again(kind: type[Index], folder: Path, verify: bool, manifest: dict[str, Any]) -> Index:
+    index = kind(folder, verify=verify)
+    if index.manifest != manifest:
+        raise IntegrityError(f"{folder} holds another index than the one that was pickled; open it, and pickle that")
+    return index
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:

@@ -113,6 +113,9 @@ SETTINGS = {
     "several_faces.md": Setting(
         files="model.onnx party.jpg", parsed_only=["gallery enrol", "embed"]
     ),  # of photos for a real detector
+    "own_backbones.md": Setting(
+        files="photos/ unseen/", replaced={"200x10": "8x4", "112": f"{SIDE}", "batch_size=32": "batch_size=8"}
+    ),
     "embedding_sets.md": Setting(files="model.safetensors photos/"),
     "approximate_search.md": Setting(files="model.safetensors"),
     "monitoring.md": Setting(files="model.safetensors"),

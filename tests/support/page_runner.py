@@ -262,7 +262,7 @@ class PageRun:
         return self._plsc(args.training_script_args)
 
     def _python(self, argv: list[str]) -> int:
-        """Accept scripts of the repository that exist, with options that they know; nothing else."""
+        """Run what the page shows; accept scripts of the repository, with options that they know; nothing else."""
         if argv[:2] == ["-m", "venv"]:
             activate = Path(argv[2]) / "bin" / "activate"
             activate.parent.mkdir(parents=True)
@@ -270,6 +270,12 @@ class PageRun:
             return 0
         if argv[:2] == ["-m", "pip"]:
             return self._pip(argv[2:])
+        if argv[0] in {block.title for block in self._blocks}:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True)
+            print(done.stdout, end="")
+            print(done.stderr, end="", file=sys.stderr)
+            return done.returncode
         script = ROOT / argv[0]
         text = script.read_text(encoding="utf-8")
         unknown = [word for word in argv[1:] if word.startswith("--") and f'"{word}"' not in text]
