@@ -75,7 +75,7 @@ class Embedder:
 
     @property
     def at_once(self) -> int | None:
-        """Pictures of a run that is as fast for each as a larger one; None: the larger, the faster (:class:`Engine`)."""
+        """Pictures of a run that is as fast for each as a larger one; None: the larger, the faster."""
         return self._engine.at_once
 
     def __repr__(self) -> str:

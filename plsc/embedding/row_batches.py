@@ -77,21 +77,26 @@ class Embedder:
             model_file(self.model, best=self.best)
             object.__setattr__(self, "model", str(Path(self.model).absolute()))  # workers have folders of their own
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: "Mapping[str, Any] | pa.Table") -> Any:
         """Embed a batch of n rows.
 
         Args:
-            batch: columns by name, each an array or a list. ``image`` has encoded pictures (bytes, or the
-                ``{"bytes", "path"}`` of Hugging Face), or pictures as :func:`plsc.embed` takes them; without it,
-                ``path`` has the paths of their files. ``key`` names the rows, else their paths do.
+            batch: an Arrow table, or columns by name, each an array or a list. ``image`` has encoded pictures (bytes,
+                or the ``{"bytes", "path"}`` of Hugging Face), or in a dictionary pictures as :func:`plsc.embed` takes
+                them. Without it, ``path`` has the paths of their files. ``key`` names the rows, else their paths do.
 
         Returns:
-            All columns but ``image`` and ``path``; ``key``, where the rows have names; ``embedding``, an array (n, D),
-            not normalised; and ``error``, an array of texts: why a row's embedding is zero, None where it is not.
+            A table or a dictionary, as it was given: all columns but ``image`` and ``path``; ``key``, where the rows
+            have names; ``embedding``, an array (n, D), not normalised; and ``error``, texts: why a row's embedding is
+            zero, None where it is not.
 
         Raises:
             UsageError: the batch has neither ``image`` nor ``path``, or no pictures in it.
         """
+        if not isinstance(batch, Mapping):
+            pa = load_pyarrow()
+            batches = batch.to_batches() or [pa.RecordBatch.from_pylist([], batch.schema)]
+            return pa.Table.from_batches(self.arrow(batches))
         names, pictures = _pictures(batch)
         shown = [f"row {row} of the batch" for row in range(len(pictures))] if names is None else names
         embeddings, errors = _opened(self).embed(self, _Rows(pictures, [str(name) for name in shown]))
