@@ -1,5 +1,6 @@
 """plsc.Embedder: the bits of plsc embed in batches of any size and form, and one model in a process."""
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.scrfd import stand_in
 
 import plsc
 from plsc import models
+from plsc.data.alignment import TEMPLATE
 from plsc.data.codec import encode_image
 from plsc.embedding import row_batches
 from plsc.embedding.embedding_set import EmbeddingSet
@@ -169,16 +172,23 @@ def test_a_relative_path_of_a_model_is_found_from_other_folders(
     assert embed({"path": []})["embedding"].shape == (0, 16)
 
 
-def test_a_detector_finds_the_face_that_plsc_embed_finds(tmp_path: Path, folder: Path) -> None:
-    pytest.importorskip("mtcnn")
-    (tmp_path / "faces").mkdir()
-    save_posed(tmp_path / "faces")
-    model = str(folder / "model.safetensors")
-    out = tmp_path / "set"
-    assert main(["embed", model, "--data", str(tmp_path / "faces"), "--detector", "mtcnn", "--out", str(out)]) == 0
-    made = EmbeddingSet(out)
-    found = plsc.Embedder(model, detector="mtcnn")({"path": [str(tmp_path / "faces" / key) for key in made.keys]})
-    assert bits(found["embedding"]) == bits(made.rows(0, len(made)))
+@pytest.mark.live
+def test_a_detector_finds_the_faces_that_plsc_embed_finds(tmp_path: Path, folder: Path) -> None:
+    stand_in(tmp_path / "d.onnx", shape=(1, 3, 256, 256), points=(TEMPLATE - 56) / 32, box=(1, 1, 1, 1))
+    for number in range(3):  # the last without a face
+        pixels = torch.zeros(3, 256, 256, dtype=torch.uint8)
+        pixels[2, 96:128, 32 * (2 + number) : 32 * (3 + number)] = 250 if number < 2 else 0
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        (tmp_path / "photos" / f"{number}.png").write_bytes(encode_image(pixels, "png"))
+    model, detector, out = str(folder / "model.safetensors"), f"onnx:{tmp_path / 'd.onnx'}", tmp_path / "set"
+    command = ["embed", model, "--data", str(tmp_path / "photos"), "--detector", detector, "--workers", "0"]
+    assert main([*command, "--out", str(out)]) == 0
+    made, embed = EmbeddingSet(out), plsc.Embedder(model, detector=detector)
+    found = embed(pa.table({"path": [str(tmp_path / "photos" / key) for key in made.keys]}))
+    assert bits(np.stack(found["embedding"].to_pylist())) == bits(made.rows(0, 3))
+    assert made.rows(0, 2).any(axis=1).all()
+    assert [text is not None for text in found["error"].to_pylist()] == [False, False, True]
+    assert json.loads(found.schema.metadata[b"plsc"])["alignment"] == made.manifest["alignment"]
 
 
 @pytest.mark.parametrize(
