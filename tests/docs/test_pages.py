@@ -114,6 +114,7 @@ SETTINGS = {
         files="model.onnx party.jpg", parsed_only=["gallery enrol", "embed"]
     ),  # of photos for a real detector
     "embedding_sets.md": Setting(files="model.safetensors photos/"),
+    "cluster_engines.md": Setting(files="model.safetensors photos/"),
     "approximate_search.md": Setting(files="model.safetensors"),
     "monitoring.md": Setting(files="model.safetensors"),
     "audit_log.md": Setting(files="model.safetensors"),

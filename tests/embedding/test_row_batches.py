@@ -42,10 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, out: Path, *more: str) -> int:
-    return main(
-        ["embed", str(folder / "model.safetensors"), "--data", str(folder / "photos"), "--out", str(out), *more]
-        + ["--workers", "0"]
-    )
+    given = ["--data", str(folder / "photos"), "--workers", "0", "--out", str(out)]
+    return main(["embed", str(folder / "model.safetensors"), *given, *more])
 
 
 @pytest.fixture
@@ -159,7 +157,7 @@ def test_a_forked_process_is_told_that_the_model_would_hang(
     batch = {"path": [str(folder / "photos" / "c0" / "00.png")]}
     embed(batch)
     monkeypatch.setattr(row_batches.os, "getpid", lambda: -1)
-    with pytest.raises(UsageError, match="forked from one that has embedded.*spawn"):
+    with pytest.raises(UsageError, match=r"forked from one that has embedded.*spawn"):
         embed(batch)
 
 
