@@ -97,13 +97,7 @@ class Embedder:
             pa = load_pyarrow()
             batches = batch.to_batches() or [pa.RecordBatch.from_pylist([], batch.schema)]
             return pa.Table.from_batches(self.arrow(batches))
-        names, pictures = _pictures(batch)
-        shown = [f"row {row} of the batch" for row in range(len(pictures))] if names is None else names
-        embeddings, errors = _opened(self).embed(self, _Rows(pictures, [str(name) for name in shown]))
-        kept = {name: column for name, column in batch.items() if name not in (IMAGE, PATH)}
-        found = [errors.get(row) for row in range(len(pictures))]
-        named = {} if names is None else {KEY: names}
-        return {**kept, **named, "embedding": embeddings, "error": np.array(found, dtype=object)}
+        return self._embedded(batch)
 
     def arrow(self, batches: "Iterable[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
         """Embed Arrow record batches, as Spark's ``mapInArrow`` hands them over: the columns of a call.
@@ -113,7 +107,7 @@ class Embedder:
         pa, about = load_pyarrow(), self.metadata
         for batch in batches:
             given = [name for name in (IMAGE, PATH, KEY) if name in batch.schema.names]
-            found = self({name: batch.column(name).to_pylist() for name in given})
+            found = self._embedded({name: batch.column(name).to_pylist() for name in given})
             columns = {name: batch.column(name) for name in batch.schema.names if name not in (IMAGE, PATH)}
             embeddings = found["embedding"]
             offsets = pa.array(np.arange(len(embeddings) + 1, dtype=np.int32) * embeddings.shape[1])
@@ -122,6 +116,16 @@ class Embedder:
             columns["error"] = pa.array(found["error"], pa.string())
             schema = pa.schema([(name, column.type) for name, column in columns.items()], about)
             yield pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+
+    def _embedded(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A call of its own would wait for itself in Ray Data, which runs calls in one thread."""
+        names, pictures = _pictures(batch)
+        shown = [f"row {row} of the batch" for row in range(len(pictures))] if names is None else names
+        embeddings, errors = _opened(self).embed(self, _Rows(pictures, [str(name) for name in shown]))
+        kept = {name: column for name, column in batch.items() if name not in (IMAGE, PATH)}
+        found = [errors.get(row) for row in range(len(pictures))]
+        named = {} if names is None else {KEY: names}
+        return {**kept, **named, "embedding": embeddings, "error": np.array(found, dtype=object)}
 
     @property
     def metadata(self) -> dict[bytes, bytes]:

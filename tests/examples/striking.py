@@ -17,16 +17,16 @@ import plsc
 class Striking(plsc.Embedder):
     """A ``plsc.Embedder`` in a worker that is killed once."""
 
-    def __call__(self, batch: Any) -> Any:
-        paths = batch["path"] if isinstance(batch, dict) else batch.column("path").to_pylist()
-        if any(path.endswith(os.environ["STRIKE_AT"]) for path in paths):
-            try:
-                Path(os.environ["STRIKE"]).unlink()
-            except FileNotFoundError:
-                pass
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(batch)
+    def arrow(self, batches: Any) -> Any:
+        for batch in batches:
+            if any(path.endswith(os.environ["STRIKE_AT"]) for path in batch.column("path").to_pylist()):
+                try:
+                    Path(os.environ["STRIKE"]).unlink()
+                except FileNotFoundError:
+                    pass
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield from super().arrow([batch])
 
 
 if __name__ == "__main__":
