@@ -3,6 +3,7 @@
 Training: :func:`init`, :func:`data_parallel`, :class:`ShardedHead` with its margins, :class:`ShardedHeads` for several,
 and the optimizers :class:`HeadSGD` and :class:`HeadAdamW`. A trained model: :func:`load_model`, :func:`embed`,
 :func:`evaluate`, :class:`Index`; :func:`open_images` and :func:`align` for its pictures, :class:`Client` for a service.
+:class:`Embedder` embeds in Ray Data, Spark and datasets.
 
 The names below are imported at their first use (PEP 562): ``import plsc``, and with it ``plsc --help``, takes
 milliseconds and no torch.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from plsc.api import evaluate as evaluate
     from plsc.api import load_model as load_model
     from plsc.client import Client as Client
+    from plsc.embedding.row_batches import Embedder as Embedder
     from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
     from plsc.features.dynamic.dynamic_head import DynamicHead as DynamicHead
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "plsc.api": ("align", "embed", "evaluate", "load_model"),
     "plsc.client": ("Client",),
+    "plsc.embedding.row_batches": ("Embedder",),
     "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
     "plsc.features.dynamic.dynamic_head": ("DynamicHead",),

@@ -117,6 +117,7 @@ def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     from plsc.embedding.embedder import open_embedder
     from plsc.embedding.every_face import every_face
     from plsc.embedding.extract import extract
+    from plsc.embedding.pipeline import default_batch_size
     from plsc.embedding.sources import open_images
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import initialised
@@ -140,7 +141,7 @@ def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
             images,
             folder,
             mesh,
-            batch_size=args.batch_size or (256 if mesh.device.type == "cuda" else 64),
+            batch_size=args.batch_size or default_batch_size(mesh.device),
             workers=workers,
             flip=args.flip,
             dtype=args.dtype,

@@ -1,9 +1,9 @@
 """One interface to every model that turns images into embeddings, whatever file it comes in."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Engine(Protocol):
     compatible_with: tuple[str, ...]
     former_ids: tuple[str, ...]
     precision: str
+    at_once: int | None  # a run of so many pictures is as fast for each as a larger one; None: the larger the faster
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8, B > 0 -> (B, D) float32 on the CPU."""
@@ -71,6 +72,11 @@ class Embedder:
         self.compatible_with = engine.compatible_with
         self.former_ids = engine.former_ids
         self.precision = engine.precision
+
+    @property
+    def at_once(self) -> int | None:
+        """Pictures of a run that is as fast for each as a larger one; None: the larger, the faster."""
+        return self._engine.at_once
 
     def __repr__(self) -> str:
         """Return what it makes of what, and the file."""
@@ -112,11 +118,35 @@ def compatible_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
     return tuple(each + (FLIP_SUFFIX if flip else "") for each in (*embedder.compatible_with, *embedder.former_ids))
 
 
+def stated_contracts(embedder: Embedder, flip: bool, alignment: str) -> dict[str, Any]:
+    """What a set's manifest states of how its embeddings were made; ``alignment`` is "" where there is none."""
+    return {
+        "contract_id": contract_of(embedder, flip),
+        "dim": embedder.embedding_dim,
+        "image_size": embedder.image_size,
+        "flip": flip,
+        **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
+        **({"alignment": alignment} if alignment else {}),
+    }
+
+
 def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
     """Embed uint8 (B, 3, H, W) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
     if not flip:
         return embedder(images)
     return (embedder(images) + embedder(images.flip(-1))) / 2
+
+
+def embed_whole(embedder: Embedder, images: Tensor, flip: bool, batch_size: int) -> Tensor:
+    """As :func:`embed_images`, in runs of one size, the last of which is filled up with black.
+
+    Kernels are chosen by the size of a batch, and differ in the last bits. In runs of one size a row's bits are those
+    of its picture, whatever else is embedded beside it. On a GPU the size is ``batch_size``.
+    """
+    count = len(images)
+    if missing := -count % (embedder.at_once or batch_size):
+        images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
+    return embed_images(embedder, images, flip)[:count]
 
 
 @dataclass(eq=False)
@@ -136,8 +166,11 @@ class TorchEngine:
     channels_last: bool = False
     compatible_with: tuple[str, ...] = ()
     former_ids: tuple[str, ...] = ()
+    at_once: int | None = field(init=False)
 
     def __post_init__(self) -> None:
+        fewer = max(1, min(CPU_BATCH, _CPU_PIXELS // math.prod(self.preprocessing.shape[1:])))
+        self.at_once = fewer if self.device.type == "cpu" else None
         self.module.to(self.device)
         if self.channels_last:
             self.module.to(memory_format=torch.channels_last)
@@ -145,10 +178,9 @@ class TorchEngine:
     @torch.inference_mode()
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
-        if self.device.type != "cpu":
+        if self.at_once is None:
             return self._run_batch(images_u8).cpu()
-        count = max(1, min(CPU_BATCH, _CPU_PIXELS // math.prod(images_u8.shape[-2:])))
-        return torch.cat([self._run_batch(part) for part in images_u8.split(count)])
+        return torch.cat([self._run_batch(part) for part in images_u8.split(self.at_once)])
 
     def _run_batch(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from plsc.data import ImageDataset
 from plsc.data.identity import contents_id, counts, samples_id
 from plsc.data.loader import report_killed_workers
-from plsc.embedding.embedder import Embedder, compatible_contracts, contract_of, embed_images
+from plsc.embedding.embedder import Embedder, embed_whole, stated_contracts
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embed, StallTimes, decode_loader, embedded_batches, fill_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
@@ -67,7 +67,8 @@ def extract(
     """Embed every image of a data set into an embedding set, or resume where an earlier call stopped.
 
     Shards whose pictures' files have changed since, by their sizes and times, are made again. An image that cannot be
-    read becomes a zero row with its error. Collectives: a few small objects at the start and the end.
+    read becomes a zero row with its error. A row's bits are those of its picture alone (:func:`embed_whole`).
+    Collectives: a few small objects at the start and the end.
 
     Args:
         embedder: the model.
@@ -117,7 +118,7 @@ def extract(
         loader = decode_loader(dataset, ranges, embedder.preprocessing, batch_size=batch_size, workers=workers, pin=pin)
         name = "embed" if mesh.world_size == 1 else f"embed (rank {mesh.rank} of {mesh.world_size})"
         progress = Progress(name, sum(stop - start for start, stop in ranges), quiet=quiet or not mesh.is_main)
-        embed = partial(embed_images, embedder, flip=flip)
+        embed = partial(embed_whole, embedder, flip=flip, batch_size=batch_size)
         own = {number: pending[number] for number in shards}
         work = _embed_shards(embed, loader, dataset, writer, own, progress) if own else _Work()
         works = all_gather_object(work, mesh)
@@ -128,16 +129,8 @@ def extract(
 
 def _settings(embedder: Embedder, dataset: ImageDataset, data_id: str, *, flip: bool) -> dict[str, Any]:
     """What a set's manifest states of the model and the images: a call with others does not go on with the set."""
-    return {
-        "contract_id": contract_of(embedder, flip),
-        "data_id": data_id,
-        "rows": len(dataset),
-        "dim": embedder.embedding_dim,
-        "image_size": embedder.image_size,
-        "flip": flip,
-        **({"compatible_with": list(others)} if (others := compatible_contracts(embedder, flip)) else {}),
-        **({"alignment": dataset.alignment} if dataset.alignment else {}),
-    }
+    of_model = stated_contracts(embedder, flip, dataset.alignment)
+    return {"contract_id": of_model["contract_id"], "data_id": data_id, "rows": len(dataset)} | of_model
 
 
 def default_shard_rows(rows: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.embedding.contracts import models_in
+from plsc.embedding.embedder import CPU_BATCH
 from plsc.embedding.known_models import read_model
 from plsc.embedding.onnx_fingerprint import fingerprint, former_fingerprint
 from plsc.embedding.onnx_model import INPUT_TYPES, graph_values, load_graph
@@ -102,6 +103,7 @@ class OnnxEngine:
         self._session = open_session(path, content, providers)
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self.embedding_dim = self._probe()
+        self.at_once = self.fixed_batch or (*self.batches, CPU_BATCH if providers == [CPU] else None)[0]
         digest = fingerprint(model)
         if metadata.get("fingerprint") == digest:
             self.former_ids = _stated_ids(path, metadata, digest, FORMER_IDS)
@@ -114,12 +116,12 @@ class OnnxEngine:
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
-        largest = self.fixed_batch or (self.batches or (LARGEST_BATCH,))[0]
+        largest = self.at_once or LARGEST_BATCH
         at_once = max(NUMBERS_AT_ONCE // math.prod(self.preprocessing.shape) // largest, 1) * largest
         chunks: list[np.ndarray] = []
         for group in torch.split(images_u8.cpu(), at_once):
-            sizes = self.fixed_batch or (pieces(len(group), self.batches) if self.batches else len(group))
-            chunks += [self._run_chunk(values) for values in torch.split(self._values(group), sizes)]
+            free = pieces(len(group), self.batches) if self.batches else self.at_once or len(group)
+            chunks += [self._run_chunk(values) for values in torch.split(self._values(group), self.fixed_batch or free)]
         return torch.from_numpy(np.concatenate(chunks))
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:

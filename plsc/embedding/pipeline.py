@@ -38,6 +38,11 @@ Embed = Callable[[Tensor], Tensor]
 Decoded = tuple[Tensor | None, str, str, int]  # the image, or an error; a warning; faces found in its picture
 
 
+def default_batch_size(device: torch.device) -> int:
+    """Images per step of a model on ``device``, where nobody says how many."""
+    return 256 if device.type == "cuda" else 64
+
+
 class ImageSource(Protocol):
     """Images in a fixed order."""
 

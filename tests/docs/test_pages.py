@@ -117,6 +117,7 @@ SETTINGS = {
         files="photos/ unseen/", replaced={"200x10": "8x4", "112": f"{SIDE}", "batch_size=32": "batch_size=8"}
     ),
     "embedding_sets.md": Setting(files="model.safetensors photos/"),
+    "cluster_engines.md": Setting(files="model.safetensors photos/"),
     "approximate_search.md": Setting(files="model.safetensors"),
     "monitoring.md": Setting(files="model.safetensors"),
     "audit_log.md": Setting(files="model.safetensors"),

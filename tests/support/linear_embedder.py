@@ -26,5 +26,6 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
         source="stand-in",
         compatible_with=(),
         former_ids=(),
+        at_once=None,
     )
     return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
