@@ -117,7 +117,7 @@ def _write_index(
         "recall_asked": {"share": options.recall, "at": options.recall_at},
         **structure,
         "sets": [
-            {"path": str(source.folder.resolve()), "rows": len(source), "id_offset": offset}
+            {"path": str(source.path.resolve()), "rows": len(source), "id_offset": offset}
             for source, offset in zip(rows.sets, rows.offsets, strict=True)
         ],
         "files": files.describe_files(tmp_path, names),

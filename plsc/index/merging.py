@@ -61,7 +61,7 @@ class MergedSets:
 
     def metadata(self, row: int) -> Metadata:
         """The metadata of searchable row ``row``."""
-        return read_metadata(self.source_metadata, int(self.source_rows[row]), self.sets[0].folder)
+        return read_metadata(self.source_metadata, int(self.source_rows[row]), self.sets[0].path)
 
     def unit_chunks(self) -> Iterator[tuple[int, Float32]]:
         """Yield (first row, vectors (n, D) float32 of length 1) until all rows are covered, in order."""
@@ -88,7 +88,7 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     """
     if not sets:
         raise UsageError("no embedding set is given")
-    folders = [source.folder.resolve() for source in sets]
+    folders = [source.path.resolve() for source in sets]
     for number, folder in enumerate(folders):
         if folder in folders[:number]:
             raise UsageError(f"{folder} is given twice")
@@ -96,7 +96,7 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     left_out = {"error": 0, "not_finite": 0, "zero": 0}
     good = np.concatenate([_searchable_rows(source, left_out) for source in sets])
     if not good.any():
-        names = ", ".join(str(source.folder) for source in sets)
+        names = ", ".join(str(source.path) for source in sets)
         raise DataError(f"{names} holds no embedding that can be searched ({len(good)} rows)")
     ids, offsets = _unique_ids(sets)
     labels, class_names = _merged_classes(sets)
@@ -132,12 +132,12 @@ def _unique_ids(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[int]]:
     for source in sets:
         ids = source.ids
         if len(np.unique(ids)) != len(ids):
-            raise DataError(f"{source.folder} uses an id twice; embed it again")
+            raise DataError(f"{source.path} uses an id twice; embed it again")
         offset = 0
         if len(ids) and any(np.isin(ids, part).any() for part in parts):
             offset = max(int(part.max()) for part in parts if len(part)) + 1 - int(ids.min())
             if int(ids.max()) + offset > np.iinfo(np.int64).max:
-                raise DataError(f"the ids of {source.folder} cannot be moved behind the others' within 64 bits")
+                raise DataError(f"the ids of {source.path} cannot be moved behind the others' within 64 bits")
         parts.append(ids + offset)
         offsets.append(offset)
     return np.concatenate(parts), offsets
@@ -151,6 +151,6 @@ def _merged_classes(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[str]]:
         table = np.array([*mapped, -1], dtype=np.int64)  # label -1 indexes the last entry
         labels = source.labels
         if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(mapped):
-            raise DataError(f"{source.folder} holds labels outside its {len(mapped)} classes; embed it again")
+            raise DataError(f"{source.path} holds labels outside its {len(mapped)} classes; embed it again")
         parts.append(table[labels])
     return np.concatenate(parts), list(positions)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plsc.embedding import parquet_sets
-from plsc.embedding.arrow_tables import write_parquet
+from plsc.embedding import table_sets
+from plsc.embedding.arrow_tables import write_table
 from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
 from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import DataError, IntegrityError, UsageError
@@ -66,7 +66,7 @@ def bits(vectors: Any, dtype: str) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_others_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
     source = make(tmp_path / "set", dtype)
-    write_parquet(source, tmp_path / "set.parquet")
+    write_table(source, tmp_path / "set.parquet")
     expected = bits(np.concatenate([shard.embeddings for shard in source]), dtype)
     table = pq.read_table(tmp_path / "set.parquet")
     assert table.schema.equals(source.to_arrow().schema, check_metadata=True)
@@ -83,7 +83,7 @@ def test_pandas_and_duckdb_read_the_same_bits(tmp_path: Path, dtype: str) -> Non
     import pandas
 
     source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
-    write_parquet(source, path)
+    write_table(source, path)
     expected = np.concatenate([shard.embeddings for shard in source])
     for frame in (source.to_pandas(), pandas.read_parquet(path)):
         np.testing.assert_array_equal(bits(np.stack(frame["embedding"]), dtype), bits(expected, dtype))
@@ -125,10 +125,10 @@ def test_a_file_has_a_row_group_of_each_shard_and_appears_whole(
     whole = source.class_names
     source.class_names = FailingNames(whole)
     with pytest.raises(KeyboardInterrupt):
-        write_parquet(source, path)
+        write_table(source, path)
     assert list(path.parent.iterdir()) == []
     source.class_names = whole
-    write_parquet(source, path)
+    write_table(source, path)
     assert [path.name for path in path.parent.iterdir()] == ["set.parquet"]
     metadata = pq.ParquetFile(path).metadata
     assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [32, 32, 6]
@@ -171,10 +171,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
-    monkeypatch.setattr(parquet_sets, "_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
+    monkeypatch.setattr(table_sets, "_SHARD_ROWS", SHARD)
+    monkeypatch.setattr(table_sets, "_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
     source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
-    write_parquet(source, path)
+    write_table(source, path)
     back = EmbeddingSet(path)
     assert content(back.folder) == content(source.folder)
     assert (back.errors, back.contract_id) == (source.errors, "model-a")
@@ -200,7 +200,7 @@ def test_a_file_is_made_a_set_once_until_it_is_another(tmp_path: Path) -> None:
 def test_a_conversion_that_fails_leaves_nothing_and_goes_well_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
+    monkeypatch.setattr(table_sets, "_SHARD_ROWS", SHARD)
     path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
     publish = SetWriter.publish
 
@@ -306,7 +306,7 @@ def test_a_file_is_refused_where_signatures_are_asked_for(tmp_path: Path, monkey
 
 
 def test_commands_take_a_file(tmp_path: Path) -> None:
-    write_parquet(make(tmp_path / "set", whole=True), path := tmp_path / "set.parquet")
+    write_table(make(tmp_path / "set", whole=True), path := tmp_path / "set.parquet")
     assert main(["index", "build", str(path), "--out", str(tmp_path / "x.idx")]) == 0
     assert main(["index", "search", str(tmp_path / "x.idx"), "--query", str(path), "--json", str(tmp_path / "m")]) == 0
     found = json.loads((tmp_path / "m").read_text())["queries"]
