@@ -23,7 +23,7 @@ import numpy as np
 
 from plsc.embedding.embedding_set import FORMAT, VERSION, EmbeddingSet, Shard
 from plsc.embedding.metadata import read_metadata
-from plsc.embedding.table_formats import format_named
+from plsc.embedding.table_formats import ABOUT, format_named
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON
 from plsc.progress import note
@@ -31,7 +31,6 @@ from plsc.progress import note
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ABOUT = b"plsc"
 _OF_MODEL = ("contract_id", "compatible_with", "image_size", "flip", "alignment", "precision", "model")
 STATED = (*_OF_MODEL, "data_id", "data")
 OWN_COLUMNS = ("key", "embedding", "id", "label", "class", "error")

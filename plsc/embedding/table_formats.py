@@ -3,6 +3,8 @@
 Each is one class. What the columns are, :mod:`plsc.embedding.arrow_tables` says, for all of them.
 """
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,8 +19,11 @@ from plsc.regular_files import check_links, open_regular
 if TYPE_CHECKING:
     import pyarrow as pa
 
+ABOUT = b"plsc"  # the key of what our own tables state, in the metadata of their schemas
+COLUMNS = "columns"
 _BUFFER = 1 << 20  # bytes: a row group's columns are streamed, not read whole
 _LANCE_BUFFER = 1 << 26  # bytes that are read ahead
+_NOT_IN_LANCE = re.compile(r"^$|^_+|[.`]")  # names with _ in front are its own
 
 
 class OpenTable(NamedTuple):
@@ -150,7 +155,7 @@ class LanceSets(SetFormat):
         def batches(columns: list[str], rows: int) -> "Iterator[pa.RecordBatch]":
             yield from table.to_batches(columns, batch_size=rows, batch_readahead=1, io_buffer_size=_LANCE_BUFFER)
 
-        yield OpenTable(schema, rows, size, f"{version:x}-{max(times):x}", batches)
+        yield OpenTable(schema, rows, size, f"{version:x}-{size:x}-{max(times):x}", batches)
 
     def write(self, path: Path, schema: "pa.Schema", batches: "Iterable[pa.RecordBatch]") -> None:
         """See :meth:`SetFormat.write`."""
@@ -158,10 +163,12 @@ class LanceSets(SetFormat):
         import pyarrow as pa
 
         failed: list[BaseException] = []  # the library tells the text of an error alone
+        named = _named_for_lance(schema)
 
         def noted() -> "Iterator[pa.RecordBatch]":
             try:
-                yield from batches
+                for batch in batches:
+                    yield pa.RecordBatch.from_arrays(batch.columns, schema=named)
             except BaseException as error:
                 failed.append(error)
                 raise
@@ -169,11 +176,30 @@ class LanceSets(SetFormat):
         remove_leftovers(path)
         with atomic_folder(path) as tmp_path:
             try:
-                lance.write_dataset(pa.RecordBatchReader.from_batches(schema, noted()), tmp_path)
+                lance.write_dataset(pa.RecordBatchReader.from_batches(named, noted()), tmp_path)
             except BaseException:
                 if failed:
                     raise failed[0] from None
                 raise
+
+
+def _named_for_lance(schema: "pa.Schema") -> "pa.Schema":
+    """A schema with names that Lance takes; its metadata has under "columns" the former ones of those that differ."""
+    import pyarrow as pa
+
+    names, former = set(schema.names), {}
+    for name in filter(_NOT_IN_LANCE.search, schema.names):
+        new = _NOT_IN_LANCE.sub("_", name).lstrip("_") or "column"
+        while new in names:
+            new += "_"
+        names.add(new)
+        former[new] = name
+    if not former:
+        return schema
+    of = {name: new for new, name in former.items()}
+    about = {**json.loads(schema.metadata[ABOUT]), COLUMNS: former}
+    fields = [field.with_name(of.get(field.name, field.name)) for field in schema]
+    return pa.schema(fields, {**schema.metadata, ABOUT: json.dumps(about)})
 
 
 FORMATS: tuple[SetFormat, ...] = (ParquetSets(), LanceSets())

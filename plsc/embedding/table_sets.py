@@ -23,12 +23,12 @@ import numpy as np
 
 from plsc.data.readers.table_columns import as_texts, checked, is_scalar, label_kind, packed
 from plsc.data.shard_index import index_folder
-from plsc.embedding.arrow_tables import ABOUT, EMPTY_CLASSES, OWN_COLUMNS, PREFIX, STATED, load_pyarrow
+from plsc.embedding.arrow_tables import EMPTY_CLASSES, OWN_COLUMNS, PREFIX, STATED, load_pyarrow
 from plsc.embedding.columns import Array, Int64
 from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM
 from plsc.embedding.set_writer import SetWriter, ShardRows
-from plsc.embedding.table_formats import OpenTable, SetFormat, format_at
+from plsc.embedding.table_formats import ABOUT, COLUMNS, OpenTable, SetFormat, format_at
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.files import atomic_folder, holds_manifest, remove_leftovers
 from plsc.signing import is_asked_for
@@ -115,16 +115,19 @@ class _Columns:
         own = OWN_COLUMNS if self.about else (self.key, self.id, self.label)
         self.number = "class" if self.about and self.label and label_kind(types.get("class")) == "a number" else self.label
         self.error = "error" if self.about and "error" in singles else ""
-        self.texts = [name for name in singles if name not in own]
-        self.wanted = [*{self.vectors, self.key, self.id, self.label, self.error, *self.texts} - {""}]
+        names = {name: str(self.about.get(COLUMNS, {}).get(name, name)) for name in singles if name not in own}
+        self.texts = {former.removeprefix(PREFIX if self.about else ""): name for name, former in names.items()}
+        self.wanted = [*{self.vectors, self.key, self.id, self.label, self.error, *self.texts.values()} - {""}]
 
     def _about(self) -> dict[str, Any]:
         try:
             about = json.loads((self._schema.metadata or {}).get(ABOUT, b"{}"))
         except (ValueError, RecursionError):
             about = None
-        empty = about.get(EMPTY_CLASSES, {}) if isinstance(about, dict) else None
-        is_sound = isinstance(empty, dict) and all(type(number) is int for number in empty.values())
+        stated = [about.get(name, {}) for name in (EMPTY_CLASSES, COLUMNS)] if isinstance(about, dict) else [None]
+        is_sound = all(isinstance(each, dict) for each in stated) and all(
+            type(number) is int for number in stated[0].values()
+        )
         if not is_sound or (about and not isinstance(about.get("contract_id"), str)):
             raise DataError(f"{self._path} states its contract wrongly, under 'plsc' in its schema; use another copy")
         return about
@@ -208,8 +211,7 @@ class _TableRows:
         told = _texts(table, columns.error).to_pylist() if columns.error else []
         errors = {start + row: text for row, text in enumerate(told) if text is not None}
         errors |= {start + int(row): NO_VECTOR for row in np.flatnonzero(~given) if start + int(row) not in errors}
-        names = [name.removeprefix(PREFIX) if columns.about else name for name in columns.texts]
-        texts = [_texts(table, name).to_pylist() for name in columns.texts]
+        texts = [_texts(table, name).to_pylist() for name in columns.texts.values()]
         return ShardRows(
             start,
             vectors,
@@ -220,7 +222,7 @@ class _TableRows:
             keys=_keys(_texts(table, columns.key), start) if columns.key else list(map(str, range(start, start + count))),
             errors=errors,
             metadata=[
-                {name: text for name, text in zip(names, row, strict=True) if text is not None}
+                {name: text for name, text in zip(columns.texts, row, strict=True) if text is not None}
                 for row in zip(*texts, strict=True)
             ],
         )
