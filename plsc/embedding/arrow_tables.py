@@ -43,9 +43,7 @@ def load_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UsageError(
-            "Arrow tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'"
-        ) from None
+        raise UsageError("Arrow tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'") from None
     return pyarrow
 
 

@@ -4,8 +4,8 @@ A table is made a set once, row by row, in a folder beside it: ``.plsc-index/X.p
 The folder's name has the table's size and time, so that another table is made a set anew.
 
 Columns: ``embedding``, ``embeddings`` or ``vector``, lists of floating point numbers; ``key``, ``path`` or ``id`` for
-the key; whole numbers ``id``; ``label``, texts or numbers. Other single values become metadata. Of a table that does not
-state its contract (:mod:`plsc.embedding.arrow_tables`), it is "unknown".
+the key; whole numbers ``id``; ``label``, texts or numbers. Other single values become metadata. Of a table that does
+not state its contract (:mod:`plsc.embedding.arrow_tables`), it is "unknown".
 """
 
 import fcntl
@@ -60,7 +60,9 @@ def set_of_table(path: Path, found: SetFormat) -> Path:
         IntegrityError: signatures are asked for, which a table has none of.
     """
     if is_asked_for():
-        raise IntegrityError(f"{path} is {found.name}, which carries no signature; sign an embedding set, and give that")
+        raise IntegrityError(
+            f"{path} is {found.name}, which carries no signature; sign an embedding set, and give that"
+        )
     with found.open(path) as table:
         root = index_folder(path)
         place = hashlib.sha256(os.path.relpath(path.absolute(), root).encode()).hexdigest()[:8]
@@ -113,7 +115,9 @@ class _Columns:
             label = str(types["label"])[:80]
             raise UsageError(f"the column 'label' of {path} is {label}, and labels are texts or whole numbers")
         own = OWN_COLUMNS if self.about else (self.key, self.id, self.label)
-        self.number = "class" if self.about and self.label and label_kind(types.get("class")) == "a number" else self.label
+        self.number = (
+            "class" if self.about and self.label and label_kind(types.get("class")) == "a number" else self.label
+        )
         self.error = "error" if self.about and "error" in singles else ""
         names = {name: str(self.about.get(COLUMNS, {}).get(name, name)) for name in singles if name not in own}
         self.texts = {former.removeprefix(PREFIX if self.about else ""): name for name, former in names.items()}
@@ -219,7 +223,9 @@ class _TableRows:
             labels=_class_numbers(_labels(_column(table, columns.label)), numbers)
             if columns.label
             else np.full(count, -1, np.int64),
-            keys=_keys(_texts(table, columns.key), start) if columns.key else list(map(str, range(start, start + count))),
+            keys=_keys(_texts(table, columns.key), start)
+            if columns.key
+            else list(map(str, range(start, start + count))),
             errors=errors,
             metadata=[
                 {name: text for name, text in zip(columns.texts, row, strict=True) if text is not None}
@@ -235,7 +241,9 @@ class _TableRows:
         lengths = compute.list_value_length(array).fill_null(self.dim).to_numpy(zero_copy_only=False)
         if len(others := np.flatnonzero(lengths != self.dim)):
             row = int(others[0])
-            found = f"row {start + row:,} of {self._path} has a vector of {lengths[row]}, and those before have {self.dim}"
+            found = (
+                f"row {start + row:,} of {self._path} has a vector of {lengths[row]}, and those before have {self.dim}"
+            )
             raise DataError(f"{found}; embed all with one model")
         with np.errstate(over="ignore"):  # what overflows is infinite, and left out of an index
             values = array.drop_null().flatten().to_numpy(zero_copy_only=False)  # null becomes NaN

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_command
 
 from plsc import models
 from plsc.embedding import arrow_tables
@@ -136,9 +137,7 @@ def test_other_settings_are_refused_or_start_anew(
 
 
 @of_both
-def test_a_signature_has_no_place(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_signature_has_no_place(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -149,3 +148,13 @@ def test_a_signature_has_no_place(
     assert run(model, tmp_path / name, "--sign", str(key)) == 2
     assert "has no place for it" in capsys.readouterr().err
     assert names(tmp_path) == ["key.pem"]
+
+
+@of_both
+@pytest.mark.live
+def test_of_two_processes_it_has_the_same_rows(model: Path, expected: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    words = ["embed", str(model), "--data", f"avatars:{IMAGES}x1", "--workers", "0", "--nproc", "2"]
+    assert run_command(*words, "--out", str(path)).returncode == 0
+    assert names(tmp_path) == [name]
+    assert read(path).equals(expected)
