@@ -137,7 +137,7 @@ def _write_columns(tmp_path: Path, rows: MergedSets, held_out: Int64) -> tuple[F
     save_array(tmp_path / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
     save_array(tmp_path / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
     order = np.concatenate([np.flatnonzero(~last), held_out])
-    save_strings(tmp_path, "keys", (rows.key(int(row)) for row in order))
+    save_strings(tmp_path, "keys", rows.keys(order))
     more = []
     if any(source.has_metadata for source in rows.sets):
         more = save_metadata(tmp_path, (rows.metadata(int(row)) for row in order))

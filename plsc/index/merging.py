@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plsc.data.dataset import PackedStringColumn
 from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.embedding.metadata import Metadata, read_metadata
 from plsc.errors import DataError, UsageError
 from plsc.index.rows import searchable
 
+_READ_KEYS = 1 << 16  # at once
 _READ_NUMBERS = 1 << 18  # of the rows of a set that are read at once
 
 
@@ -37,7 +39,7 @@ class MergedSets:
     ids: Int64
     labels: Int64
     class_names: list[str]
-    source_keys: Sequence[str]
+    source_keys: ChainedStringColumn
     source_metadata: Sequence[str]
     left_out: dict[str, int]
     offsets: list[int]
@@ -55,9 +57,10 @@ class MergedSets:
         """How faces were aligned while the sets were made, each way once; none for pictures taken as they came."""
         return sorted({str(source.manifest["alignment"]) for source in self.sets if "alignment" in source.manifest})
 
-    def key(self, row: int) -> str:
-        """The key of searchable row ``row``."""
-        return self.source_keys[int(self.source_rows[row])]
+    def keys(self, rows: Int64) -> Iterator[PackedStringColumn]:
+        """Yield the keys of the searchable ``rows``, in their order."""
+        for start in range(0, len(rows), _READ_KEYS):
+            yield self.source_keys.packed(self.source_rows[rows[start : start + _READ_KEYS]])
 
     def metadata(self, row: int) -> Metadata:
         """The metadata of searchable row ``row``."""
@@ -131,7 +134,7 @@ def _unique_ids(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[int]]:
     offsets: list[int] = []
     for source in sets:
         ids = source.ids
-        if len(np.unique(ids)) != len(ids):
+        if not (np.diff(ids) > 0).all() and len(np.unique(ids)) != len(ids):
             raise DataError(f"{source.path} uses an id twice; embed it again")
         offset = 0
         if len(ids) and any(np.isin(ids, part).any() for part in parts):

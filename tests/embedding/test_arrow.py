@@ -17,7 +17,6 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import MANIFEST
 from plsc.index import Index
 from plsc.signing import VERIFY_KEY
-from plsc.tools.entry import main
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -416,18 +415,3 @@ def test_a_table_is_refused_where_signatures_are_asked_for(
     monkeypatch.setenv(VERIFY_KEY, "key.pem")
     with pytest.raises(IntegrityError, match="carries no signature"):
         EmbeddingSet(path)
-
-
-@of_both
-def test_commands_take_a_table(tmp_path: Path, name: str) -> None:
-    write_table(make(tmp_path / "set", whole=True), path := tmp_path / name)
-    assert main(["index", "build", str(path), "--out", str(tmp_path / "x.idx")]) == 0
-    assert main(["index", "search", str(tmp_path / "x.idx"), "--query", str(path), "--json", str(tmp_path / "m")]) == 0
-    found = json.loads((tmp_path / "m").read_text())["queries"]
-    assert [query["matches"][0]["key"] for query in found] == [f"é {row}.jpg" for row in range(ROWS)]
-    assert main(["gallery", "import", str(tmp_path / "store"), "people", str(path)]) == 0
-    assert main(["cluster", str(path), "--out", str(tmp_path / "clusters"), "--k", "3"]) == 0
-    assert main(["eval", "--probe", "knn", "--data", str(path)]) == 0
-    assert (
-        main(["index", "build", str(table(tmp_path / f"y{path.suffix}", n=[1])), "--out", str(tmp_path / "y.idx")]) == 2
-    )
