@@ -30,6 +30,13 @@ Mask = npt.NDArray[np.bool_]
 _FILES: "WeakKeyDictionary[mmap, os.stat_result]" = WeakKeyDictionary()
 
 
+def searchable(vectors: Array) -> tuple[Mask, Mask]:
+    """Masks (n,) of the rows of ``vectors`` (n, D) that are finite, and of those among them that are not zero."""
+    finite = np.logical_and.reduce(np.isfinite(vectors), axis=1)
+    nonzero = np.logical_or.reduce(vectors != 0, axis=1)
+    return finite, finite & nonzero
+
+
 def save_array(path: Path, array: Array) -> None:
     """Write ``array`` as ``.npy`` in C order, without pickles."""
     with path.open("wb") as file:

@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
+from plsc.embedding.columns import (
+    Array,
+    ChainedStringColumn,
+    Float32,
+    Int64,
+    Mask,
+    open_array,
+    open_strings,
+    searchable,
+    string_files,
+)
 from plsc.embedding.contracts import may_search
 from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
 from plsc.embedding.table_formats import format_at
@@ -180,12 +190,16 @@ class EmbeddingSet:
         """
         if not 0 <= start <= stop <= len(self):
             raise UsageError(f"rows [{start}, {stop}) do not lie in the {len(self)} rows of {self.path}")
-        rows = np.empty((stop - start, self.dim), dtype=np.float32)
+        rows = np.empty((stop - start, self.manifest["dim"]), dtype=np.float32)
         for shard in self.shards:
             first, last = max(start, shard.start), min(stop, shard.start + len(shard))
             if first < last:
                 rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return rows
+
+    def searchable(self, start: int, stop: int) -> tuple[Mask, Mask]:
+        """:func:`plsc.embedding.columns.searchable` of rows [start, stop)."""
+        return searchable(self.rows(start, stop))
 
     @cached_property
     def labels(self) -> Int64:

@@ -14,30 +14,34 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from plsc.data.readers.table_columns import as_texts, checked, is_scalar, label_kind, packed
 from plsc.data.shard_index import index_folder
 from plsc.embedding.arrow_tables import EMPTY_CLASSES, OWN_COLUMNS, PREFIX, STATED, load_pyarrow
-from plsc.embedding.columns import Array, Int64
+from plsc.embedding.columns import Array, Float32, Int64, Mask, searchable
 from plsc.embedding.contracts import UNKNOWN_CONTRACT
-from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM
+from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM, EmbeddingSet
 from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.embedding.table_formats import ABOUT, COLUMNS, OpenTable, SetFormat, format_at
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.files import atomic_folder, holds_manifest, remove_leftovers
 from plsc.signing import is_asked_for
 
+Value = TypeVar("Value")
 NO_VECTOR = "the table has no embedding for it"
 _VECTORS = ("embedding", "embeddings", "vector")
 _KEYS = ("key", "path", "id")
 _SHARD_ROWS, _SHARD_BYTES = 32768, 1 << 26
 _AT_ONCE = 4096  # rows
+_STREAMED_ROWS, _STREAMED_BYTES = 16384, 1 << 23  # at once, where no set is made
+_MARKED_ROWS = 1 << 20  # of a shard
 
 
 def is_table_set(path: Path) -> bool:
@@ -77,6 +81,13 @@ def set_of_table(path: Path, found: SetFormat) -> Path:
                     if former != folder:
                         shutil.rmtree(former, ignore_errors=True)
     return folder
+
+
+def _refuse_signed(path: Path, found: SetFormat) -> None:
+    if is_asked_for():
+        raise IntegrityError(
+            f"{path} is {found.name}, which carries no signature; sign an embedding set, and give that"
+        )
 
 
 @contextmanager
@@ -137,6 +148,41 @@ class _Columns:
         return about
 
 
+class StreamedSet(EmbeddingSet):
+    """A table whose vectors are read from it whenever they are asked for, in the order of their rows.
+
+    Its folder has all else, and what of each vector tells whether it can be searched. Others take no such set.
+    """
+
+    def __init__(self, path: Path, rows: "_TableRows", folder: Path) -> None:
+        rows.convert(folder, marks=True)
+        super().__init__(folder, own=True)
+        self.path, self.dim, self._rows = path, rows.dim, rows
+        self._window, self._first = np.empty((0, self.dim), np.float32), len(self) + 1
+
+    def rows(self, start: int, stop: int) -> Float32:
+        """See :meth:`EmbeddingSet.rows`; quick where each call begins behind the one before."""
+        if start < self._first:
+            self._window, self._first, self._vectors = self._window[:0], 0, ahead(self._rows.vectors())
+        while self._first + len(self._window) < stop:
+            gone = min(max(start - self._first, 0), len(self._window))
+            self._window = np.concatenate([self._window[gone:], next(self._vectors)])
+            self._first += gone
+        return self._window[start - self._first : stop - self._first].astype(np.float32)
+
+    def searchable(self, start: int, stop: int) -> tuple[Mask, Mask]:
+        """See :meth:`EmbeddingSet.searchable`."""
+        return searchable(super().rows(start, stop))
+
+
+@contextmanager
+def streamed(path: Path, found: SetFormat, folder: Path) -> Iterator[EmbeddingSet]:
+    """Open a table whose vectors stay where they are; ``folder`` gets all else. Raises as :func:`set_of_table`."""
+    _refuse_signed(path, found)
+    with found.open(path) as table:
+        yield StreamedSet(path, _TableRows(table, path, found), folder)
+
+
 class _TableRows:
     """The rows of an open table."""
 
@@ -148,21 +194,49 @@ class _TableRows:
         self.dim = self._dim()
         self.class_names = self._class_names()
 
-    def convert(self, folder: Path) -> None:
-        """Write the rows as the embedding set ``folder``."""
+    def convert(self, folder: Path, *, marks: bool = False) -> None:
+        """Write the rows as the embedding set ``folder``.
+
+        Args:
+            folder: of the set.
+            marks: instead of each vector, write one number: 1, or 0 of a vector of zeros, or NaN of one that is not
+                finite.
+        """
         columns, rows = self._columns, self._table.rows
         stated = {name: columns.about[name] for name in STATED if name in columns.about}
-        settings = {"contract_id": UNKNOWN_CONTRACT, **stated, "dim": self.dim, "dtype": columns.dtype, "rows": rows}
-        shard_rows = max(1, min(_SHARD_ROWS, _SHARD_BYTES // (4 * self.dim)))
+        size = {"dim": 1 if marks else self.dim, "dtype": columns.dtype, "rows": rows}
+        settings = {"contract_id": UNKNOWN_CONTRACT, **stated, **size}
+        shard_rows = _MARKED_ROWS if marks else max(1, min(_SHARD_ROWS, _SHARD_BYTES // (4 * self.dim)))
         writer = SetWriter(folder, {**settings, "shard_rows": shard_rows})
         writer.begin()
         start = 0
-        for number, shard in enumerate(self._shards(shard_rows)):
+        for number, shard in enumerate(self._shards(shard_rows, marks)):
             writer.publish(number, shard)
             start += len(shard.ids)
         if start != rows:
             raise DataError(f"{self._path} has {start:,} rows and claims {rows:,}; use another copy")
         writer.finish(self.class_names)
+
+    def vectors(self) -> Iterator[Array]:
+        """Yield all vectors (n, dim) in order, some rows at a time, zeros where there is none."""
+        start = 0
+        for batch in self._batches([self._columns.vectors], self._at_once):
+            with self._format.readable(self._path):
+                yield self._vectors(_column(batch, self._columns.vectors), start)[0]
+            start += len(batch)
+
+    @property
+    def _at_once(self) -> int:
+        return max(1, min(_STREAMED_ROWS, _STREAMED_BYTES // (4 * self.dim)))
+
+    def _marked(self, batch: Any, start: int) -> Any:
+        """A batch with a mark in the place of each vector."""
+        pa, name = load_pyarrow(), self._columns.vectors
+        vectors, given = self._vectors(_column(batch, name), start)
+        finite, usable = searchable(vectors)
+        marks = pa.array(np.where(finite, usable, np.nan).astype(self._columns.dtype))
+        array = pa.FixedSizeListArray.from_arrays(marks, 1, mask=pa.array(~given))
+        return batch.set_column(batch.schema.get_field_index(name), name, array)
 
     def _batches(self, columns: list[str], rows: int = _AT_ONCE) -> Iterator[Any]:
         with self._format.readable(self._path):
@@ -190,28 +264,30 @@ class _TableRows:
                 found.update((str(name), number) for name, number in pairs if name is not None and number is not None)
         return sorted(found, key=lambda name: found[name])
 
-    def _shards(self, shard_rows: int) -> Iterator[ShardRows]:
-        pa, start = load_pyarrow(), 0
+    def _shards(self, shard_rows: int, marks: bool) -> Iterator[ShardRows]:
+        pa, start, dim, read = load_pyarrow(), 0, 1 if marks else self.dim, 0
         numbers = {name: number for number, name in enumerate(self.class_names)}
         pending: list[Any] = []
-        batches = self._batches(self._columns.wanted, min(shard_rows, _AT_ONCE))
+        batches = ahead(self._batches(self._columns.wanted, min(shard_rows, self._at_once if marks else _AT_ONCE)))
         more = True
         while more:
             more = (batch := next(batches, None)) is not None
-            pending += [pa.Table.from_batches([batch])] if more else []
+            with self._format.readable(self._path):
+                pending += [pa.Table.from_batches([self._marked(batch, read) if marks else batch])] if more else []
+            read += len(batch) if more else 0
             waiting = sum(map(len, pending))
             if waiting < (shard_rows if more else 1):
                 continue
             with self._format.readable(self._path):
                 table = pa.concat_tables(pending)
                 pending = [table.slice(shard_rows)]
-                shard = self._rows(table.slice(0, shard_rows), numbers, start)
+                shard = self._rows(table.slice(0, shard_rows), numbers, start, dim)
             yield shard
             start += len(shard.ids)
 
-    def _rows(self, table: Any, numbers: Mapping[str, int], start: int) -> ShardRows:
+    def _rows(self, table: Any, numbers: Mapping[str, int], start: int, dim: int) -> ShardRows:
         columns, count = self._columns, len(table)
-        vectors, given = self._vectors(_column(table, columns.vectors), start)
+        vectors, given = self._vectors(_column(table, columns.vectors), start, dim)
         told = _texts(table, columns.error).to_pylist() if columns.error else []
         errors = {start + row: text for row, text in enumerate(told) if text is not None}
         errors |= {start + int(row): NO_VECTOR for row in np.flatnonzero(~given) if start + int(row) not in errors}
@@ -233,24 +309,23 @@ class _TableRows:
             ],
         )
 
-    def _vectors(self, array: Any, start: int) -> tuple[Array, Array]:
+    def _vectors(self, array: Any, start: int, dim: int | None = None) -> tuple[Array, Array]:
         """The vectors (n, dim), zeros where there is none, and a mask (n,) of where there is one."""
         from pyarrow import compute
 
+        dim = dim or self.dim
         given = np.asarray(array.is_valid())
-        lengths = compute.list_value_length(array).fill_null(self.dim).to_numpy(zero_copy_only=False)
-        if len(others := np.flatnonzero(lengths != self.dim)):
+        lengths = compute.list_value_length(array).fill_null(dim).to_numpy(zero_copy_only=False)
+        if len(others := np.flatnonzero(lengths != dim)):
             row = int(others[0])
-            found = (
-                f"row {start + row:,} of {self._path} has a vector of {lengths[row]}, and those before have {self.dim}"
-            )
+            found = f"row {start + row:,} of {self._path} has a vector of {lengths[row]}, and those before have {dim}"
             raise DataError(f"{found}; embed all with one model")
         with np.errstate(over="ignore"):  # what overflows is infinite, and left out of an index
             values = array.drop_null().flatten().to_numpy(zero_copy_only=False)  # null becomes NaN
-            values = values.astype(self._columns.dtype, copy=False).reshape(-1, self.dim)
+            values = values.astype(self._columns.dtype, copy=False).reshape(-1, dim)
         if given.all():
             return values, given
-        rows = np.zeros((len(array), self.dim), self._columns.dtype)
+        rows = np.zeros((len(array), dim), self._columns.dtype)
         rows[given] = values
         return rows, given
 
@@ -258,6 +333,15 @@ class _TableRows:
         if array.null_count:
             raise DataError(f"{self._path} has rows without an id; give each its own, or leave the column out")
         return np.asarray(array.cast(load_pyarrow().int64()), np.int64)
+
+
+def ahead(values: Iterator[Value]) -> Iterator[Value]:
+    """Yield ``values``, of which a thread makes the next while one is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(next, values, None)
+        while (value := waiting.result()) is not None:
+            waiting = thread.submit(next, values, None)
+            yield value
 
 
 def _column(table: Any, name: str) -> Any:

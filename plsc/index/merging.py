@@ -10,7 +10,6 @@ from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.embedding.metadata import Metadata, read_metadata
 from plsc.errors import DataError, UsageError
-from plsc.index.rows import searchable
 
 _READ_KEYS = 1 << 16  # at once
 _READ_NUMBERS = 1 << 18  # of the rows of a set that are read at once
@@ -116,7 +115,7 @@ def _searchable_rows(source: EmbeddingSet, left_out: dict[str, int]) -> Mask:
     left_out["error"] += len(source.errors)
     for start, stop in _chunks(source):
         without_error = mask[start:stop].copy()
-        finite, usable = searchable(source.rows(start, stop))
+        finite, usable = source.searchable(start, stop)
         left_out["not_finite"] += int((without_error & ~finite).sum())
         left_out["zero"] += int((without_error & finite & ~usable).sum())
         mask[start:stop] &= usable

@@ -630,7 +630,7 @@ USING = (
         "plsc/embedding/table_formats.py",
         "                if failed:\n",
         "                if False:\n",
-        ("tests/embedding/test_embed_tables.py",),
+        ("tests/embedding/test_arrow.py",),
     ),
     Defect(
         "a folder that is no table in Lance is replaced by one",
