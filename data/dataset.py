@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -47,9 +47,9 @@ class StringColumn(Sequence[str]):
             raise IndexError(f"string {index} of {len(self)}")
         return self.at(int(row))
 
-    def packed(self, rows: NDArray[np.int64]) -> "PackedStringColumn":
-        """Strings ``rows`` (n,) as a column of their own."""
-        return PackedStringColumn.of(map(self.at, rows.tolist()))
+    def packed(self, rows: NDArray[np.int64]) -> "Iterator[PackedStringColumn]":
+        """Yield strings ``rows`` (n,) as columns that follow one another."""
+        yield PackedStringColumn.of(map(self.at, rows.tolist()))
 
 
 class PackedStringColumn(StringColumn):
@@ -71,14 +71,6 @@ class PackedStringColumn(StringColumn):
         offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets, "surrogateescape")
 
-    @classmethod
-    def joined(cls, columns: "Sequence[PackedStringColumn]") -> "PackedStringColumn":
-        """The strings of ``columns``, one behind the other."""
-        parts = [column.parts() for column in columns]
-        lengths = [np.diff(offsets) for _, offsets in parts]
-        data = np.concatenate([np.empty(0, np.uint8), *(data for data, _ in parts)])
-        return cls(data, np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])), "surrogateescape")
-
     def parts(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The bytes of these strings alone, and the offsets (N + 1,) in them."""
         first, last = int(self._offsets[0]), int(self._offsets[-1])
@@ -87,14 +79,14 @@ class PackedStringColumn(StringColumn):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def packed(self, rows: NDArray[np.int64]) -> "PackedStringColumn":
+    def packed(self, rows: NDArray[np.int64]) -> "Iterator[PackedStringColumn]":
         """See :meth:`StringColumn.packed`; no string is made."""
         firsts, lengths = self._offsets[rows], self._offsets[rows + 1] - self._offsets[rows]
         if len(rows) and (firsts.min() < 0 or lengths.min() < 0 or (firsts + lengths).max() > len(self._data)):
             raise IntegrityError("a column of text is corrupt; use another copy")
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         places = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], lengths)
-        return PackedStringColumn(self._data[places], offsets, self._errors)
+        yield PackedStringColumn(self._data[places], offsets, self._errors)
 
     def at(self, index: int) -> str:
         """Return string ``index``."""

@@ -25,7 +25,7 @@ from plsc.embedding.embedding_set import FORMAT, VERSION, EmbeddingSet, Shard
 from plsc.embedding.metadata import read_metadata
 from plsc.embedding.table_formats import ABOUT, format_named
 from plsc.errors import DataError, UsageError
-from plsc.files import LARGEST_JSON
+from plsc.files import LARGEST_JSON, remove_leftovers
 from plsc.progress import note
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def write_table(source: EmbeddingSet, path: Path) -> None:
     schema = schema_of(source)
     if (found := format_named(path)) is None:
         raise UsageError(f"{path} is no name of a table, or a folder that holds something else; name another")
+    remove_leftovers(path)
     found.write(path, schema, batches_of(source, schema))
 
 

@@ -7,7 +7,7 @@ strings costs one seek.
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
@@ -138,17 +138,16 @@ class ChainedStringColumn(StringColumn):
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
-    def packed(self, rows: Int64) -> PackedStringColumn:
+    def packed(self, rows: Int64) -> Iterator[PackedStringColumn]:
         """See :meth:`StringColumn.packed`."""
         parts = np.searchsorted(self._ends, rows, side="right")
         bounds = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(rows)]
-        found = []
         for first, last in pairwise(bounds if len(rows) else []):
-            part, end = self._parts[parts[first]], self._ends[parts[first]]
-            own = rows[first:last] - end + len(part)
-            is_column = isinstance(part, StringColumn)
-            found.append(part.packed(own) if is_column else PackedStringColumn.of(part[row] for row in own.tolist()))
-        return PackedStringColumn.joined(found)
+            part, own = self._parts[parts[first]], rows[first:last] - self._ends[parts[first]]
+            if isinstance(part, StringColumn):
+                yield from part.packed(own + len(part))
+            else:
+                yield PackedStringColumn.of(part[row] for row in own.tolist())  # counted from its end
 
 
 def string_files(name: str) -> list[str]:

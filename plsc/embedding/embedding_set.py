@@ -26,17 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from plsc.embedding.columns import (
-    Array,
-    ChainedStringColumn,
-    Float32,
-    Int64,
-    Mask,
-    open_array,
-    open_strings,
-    searchable,
-    string_files,
-)
+from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
 from plsc.embedding.contracts import may_search
 from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
 from plsc.embedding.table_formats import format_at
@@ -197,9 +187,9 @@ class EmbeddingSet:
                 rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return rows
 
-    def searchable(self, start: int, stop: int) -> tuple[Mask, Mask]:
-        """:func:`plsc.embedding.columns.searchable` of rows [start, stop)."""
-        return searchable(self.rows(start, stop))
+    def marks(self, start: int, stop: int) -> Float32:
+        """Numbers (n, any) by which :func:`plsc.embedding.columns.searchable` tells what it tells by the rows."""
+        return self.rows(start, stop)
 
     @cached_property
     def labels(self) -> Int64:

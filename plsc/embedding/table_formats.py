@@ -4,16 +4,18 @@ Each is one class. What the columns are, :mod:`plsc.embedding.arrow_tables` says
 """
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from plsc.errors import DataError, PlscError, UsageError, first_line
-from plsc.files import atomic_folder, atomic_write, remove_leftovers
+from plsc.files import atomic_folder, atomic_write
 from plsc.regular_files import check_links, open_regular
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 ABOUT = b"plsc"  # the key of what our own tables state, in the metadata of their schemas
 COLUMNS = "columns"
 _BUFFER = 1 << 20  # bytes: a row group's columns are streamed, not read whole
-_LANCE_BUFFER = 1 << 26  # bytes that are read ahead
+_LANCE_READING = {"batch_readahead": 1, "io_buffer_size": 1 << 26}  # bytes that are read ahead
 _NOT_IN_LANCE = re.compile(r"^$|^_+|[.`]")  # names with _ in front are its own
 
 
@@ -64,17 +66,15 @@ class SetFormat(ABC):
     def write(self, path: Path, schema: "pa.Schema", batches: "Iterable[pa.RecordBatch]") -> None:
         """Write a table, which appears whole and survives a power cut, or not at all."""
 
-    def faults(self) -> AbstractContextManager[Any]:
-        """What turns the library's own exceptions into common ones."""
-        return nullcontext()
-
     @contextmanager
     def readable(self, path: Path) -> Iterator[None]:
         """Say in one line that what the block reads is no sound table."""
         import pyarrow as pa
 
+        from plsc.data.readers.lance import lance_faults
+
         try:
-            with self.faults():
+            with lance_faults():
                 yield
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             if isinstance(error, PlscError):
@@ -106,19 +106,15 @@ class ParquetSets(SetFormat):
         with open_regular(path) as file:
             with self.readable(path):
                 opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER)
-
-            def batches(columns: list[str], rows: int) -> "Iterator[pa.RecordBatch]":
-                yield from opened.iter_batches(rows, columns=columns, use_threads=False)
-
-            status = path.stat()
+            status, rows = os.fstat(file.fileno()), opened.metadata.num_rows
             state = f"{status.st_size:x}-{status.st_mtime_ns:x}"
-            yield OpenTable(opened.schema_arrow, opened.metadata.num_rows, status.st_size, state, batches)
+            read = partial(opened.iter_batches, use_threads=False)
+            yield OpenTable(opened.schema_arrow, rows, status.st_size, state, lambda names, n: read(n, columns=names))
 
     def write(self, path: Path, schema: "pa.Schema", batches: "Iterable[pa.RecordBatch]") -> None:
         """See :meth:`SetFormat.write`."""
         from pyarrow import parquet
 
-        remove_leftovers(path)
         with atomic_write(path) as tmp_path, parquet.ParquetWriter(tmp_path, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch, row_group_size=max(len(batch), 1))
@@ -133,12 +129,6 @@ class LanceSets(SetFormat):
         """See :meth:`SetFormat.is_at`."""
         return path.is_dir() and ((path / "_versions").is_dir() or not any(path.iterdir()))
 
-    def faults(self) -> AbstractContextManager[Any]:
-        """See :meth:`SetFormat.faults`."""
-        from plsc.data.readers.lance import lance_faults
-
-        return lance_faults()
-
     @contextmanager
     def open(self, path: Path) -> Iterator[OpenTable]:
         """See :meth:`SetFormat.open`."""
@@ -151,11 +141,8 @@ class LanceSets(SetFormat):
             schema, rows, version = lance_schema(table), table.count_rows(), table.version
             size = sum(file.stat().st_size for file in (path / "data").iterdir())
             times = [file.stat().st_mtime_ns for file in (path / "_versions").iterdir()]
-
-        def batches(columns: list[str], rows: int) -> "Iterator[pa.RecordBatch]":
-            yield from table.to_batches(columns, batch_size=rows, batch_readahead=1, io_buffer_size=_LANCE_BUFFER)
-
-        yield OpenTable(schema, rows, size, f"{version:x}-{size:x}-{max(times):x}", batches)
+        read, state = partial(table.to_batches, **_LANCE_READING), f"{version:x}-{size:x}-{max(times):x}"
+        yield OpenTable(schema, rows, size, state, lambda names, n: read(names, batch_size=n))
 
     def write(self, path: Path, schema: "pa.Schema", batches: "Iterable[pa.RecordBatch]") -> None:
         """See :meth:`SetFormat.write`."""
@@ -173,7 +160,6 @@ class LanceSets(SetFormat):
                 failed.append(error)
                 raise
 
-        remove_leftovers(path)
         with atomic_folder(path) as tmp_path:
             try:
                 lance.write_dataset(pa.RecordBatchReader.from_batches(named, noted()), tmp_path)

@@ -17,15 +17,16 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from plsc.data.readers.table_columns import as_texts, checked, is_scalar, label_kind, packed
+from plsc.data.readers.table_columns import as_numbers, as_texts, checked, is_scalar, label_kind, packed
 from plsc.data.shard_index import index_folder
 from plsc.embedding.arrow_tables import EMPTY_CLASSES, OWN_COLUMNS, PREFIX, STATED, load_pyarrow
-from plsc.embedding.columns import Array, Float32, Int64, Mask, searchable
+from plsc.embedding.columns import Array, Float32, Int64, searchable
 from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM, EmbeddingSet
 from plsc.embedding.set_writer import SetWriter, ShardRows
@@ -39,8 +40,7 @@ NO_VECTOR = "the table has no embedding for it"
 _VECTORS = ("embedding", "embeddings", "vector")
 _KEYS = ("key", "path", "id")
 _SHARD_ROWS, _SHARD_BYTES = 32768, 1 << 26
-_AT_ONCE = 4096  # rows
-_STREAMED_ROWS, _STREAMED_BYTES = 16384, 1 << 23  # at once, where no set is made
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 16384, 1 << 23
 _MARKED_ROWS = 1 << 20  # of a shard
 
 
@@ -114,7 +114,8 @@ class _Columns:
         if not self.vectors:
             raise UsageError(f"{path} has no column of embeddings ({', '.join(_VECTORS)}), but {listed or 'none'}")
         kind = types[self.vectors]
-        if not _is_list(kind) or not load_pyarrow().types.is_floating(kind.value_type):
+        kinds = load_pyarrow().types
+        if not (kinds.is_nested(kind) and kinds.is_floating(getattr(kind, "value_type", kind))):
             found = f"the column {self.vectors!r} of {path} is {str(kind)[:80]}"
             raise UsageError(f"{found}, and embeddings are lists of floating point numbers; store it so")
         self.dtype = "float16" if kind.value_type.bit_width == 16 else "float32"
@@ -130,19 +131,18 @@ class _Columns:
             "class" if self.about and self.label and label_kind(types.get("class")) == "a number" else self.label
         )
         self.error = "error" if self.about and "error" in singles else ""
-        names = {name: str(self.about.get(COLUMNS, {}).get(name, name)) for name in singles if name not in own}
-        self.texts = {former.removeprefix(PREFIX if self.about else ""): name for name, former in names.items()}
+        former = {name: str(self.about.get(COLUMNS, {}).get(name, name)) for name in singles if name not in own}
+        self.texts = {own.removeprefix(PREFIX if self.about else ""): name for name, own in former.items()}
         self.wanted = [*{self.vectors, self.key, self.id, self.label, self.error, *self.texts.values()} - {""}]
 
     def _about(self) -> dict[str, Any]:
         try:
-            about = json.loads((self._schema.metadata or {}).get(ABOUT, b"{}"))
+            about: dict[str, Any] | None = json.loads((self._schema.metadata or {}).get(ABOUT, b"{}"))
         except (ValueError, RecursionError):
             about = None
-        stated = [about.get(name, {}) for name in (EMPTY_CLASSES, COLUMNS)] if isinstance(about, dict) else [None]
-        is_sound = all(isinstance(each, dict) for each in stated) and all(
-            type(number) is int for number in stated[0].values()
-        )
+        about = about if isinstance(about, dict) else {"contract_id": None}
+        empty, columns = (about.get(name, {}) for name in (EMPTY_CLASSES, COLUMNS))
+        is_sound = isinstance(empty, dict) and isinstance(columns, dict) and {int} >= set(map(type, empty.values()))
         if not is_sound or (about and not isinstance(about.get("contract_id"), str)):
             raise DataError(f"{self._path} states its contract wrongly, under 'plsc' in its schema; use another copy")
         return about
@@ -170,9 +170,9 @@ class StreamedSet(EmbeddingSet):
             self._first += gone
         return self._window[start - self._first : stop - self._first].astype(np.float32)
 
-    def searchable(self, start: int, stop: int) -> tuple[Mask, Mask]:
-        """See :meth:`EmbeddingSet.searchable`."""
-        return searchable(super().rows(start, stop))
+    def marks(self, start: int, stop: int) -> Float32:
+        """See :meth:`EmbeddingSet.marks`."""
+        return super().rows(start, stop)
 
 
 @contextmanager
@@ -191,7 +191,9 @@ class _TableRows:
         self._columns = _Columns(table.schema, path)
         if not 0 < table.rows <= table.size:
             raise DataError(f"{path} claims {table.rows:,} rows in its {table.size:,} bytes; use another copy")
+        self._at_once = 64  # rows, while nobody knows how long they are
         self.dim = self._dim()
+        self._at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // (4 * self.dim)))
         self.class_names = self._class_names()
 
     def convert(self, folder: Path, *, marks: bool = False) -> None:
@@ -220,14 +222,10 @@ class _TableRows:
     def vectors(self) -> Iterator[Array]:
         """Yield all vectors (n, dim) in order, some rows at a time, zeros where there is none."""
         start = 0
-        for batch in self._batches([self._columns.vectors], self._at_once):
+        for batch in self._batches([self._columns.vectors]):
             with self._format.readable(self._path):
                 yield self._vectors(_column(batch, self._columns.vectors), start)[0]
             start += len(batch)
-
-    @property
-    def _at_once(self) -> int:
-        return max(1, min(_STREAMED_ROWS, _STREAMED_BYTES // (4 * self.dim)))
 
     def _marked(self, batch: Any, start: int) -> Any:
         """A batch with a mark in the place of each vector."""
@@ -238,9 +236,9 @@ class _TableRows:
         array = pa.FixedSizeListArray.from_arrays(marks, 1, mask=pa.array(~given))
         return batch.set_column(batch.schema.get_field_index(name), name, array)
 
-    def _batches(self, columns: list[str], rows: int = _AT_ONCE) -> Iterator[Any]:
+    def _batches(self, columns: list[str]) -> Iterator[Any]:
         with self._format.readable(self._path):
-            yield from self._table.batches(columns, rows)
+            yield from self._table.batches(columns, self._at_once)
 
     def _dim(self) -> int:
         """The length of the first vector."""
@@ -268,22 +266,16 @@ class _TableRows:
         pa, start, dim, read = load_pyarrow(), 0, 1 if marks else self.dim, 0
         numbers = {name: number for number, name in enumerate(self.class_names)}
         pending: list[Any] = []
-        batches = ahead(self._batches(self._columns.wanted, min(shard_rows, self._at_once if marks else _AT_ONCE)))
-        more = True
-        while more:
-            more = (batch := next(batches, None)) is not None
+        for batch in chain(ahead(self._batches(self._columns.wanted)), [None]):
             with self._format.readable(self._path):
-                pending += [pa.Table.from_batches([self._marked(batch, read) if marks else batch])] if more else []
-            read += len(batch) if more else 0
-            waiting = sum(map(len, pending))
-            if waiting < (shard_rows if more else 1):
-                continue
-            with self._format.readable(self._path):
-                table = pa.concat_tables(pending)
-                pending = [table.slice(shard_rows)]
-                shard = self._rows(table.slice(0, shard_rows), numbers, start, dim)
-            yield shard
-            start += len(shard.ids)
+                if batch is not None:
+                    pending.append(pa.Table.from_batches([self._marked(batch, read) if marks else batch]))
+                    read += len(batch)
+                while (waiting := read - start) >= shard_rows or (batch is None and waiting):
+                    table = pa.concat_tables(pending)
+                    pending = [table.slice(shard_rows)]
+                    yield (shard := self._rows(table.slice(0, shard_rows), numbers, start, dim))
+                    start += len(shard.ids)
 
     def _rows(self, table: Any, numbers: Mapping[str, int], start: int, dim: int) -> ShardRows:
         columns, count = self._columns, len(table)
@@ -370,8 +362,8 @@ def _labels(array: Any) -> Any:
 def _class_numbers(labels: Any, numbers: Mapping[str, int]) -> Int64:
     """The number (n,) of each label's class, -1 for none."""
     encoded = labels.dictionary_encode()
-    known = [numbers.get(str(name), -1) for name in encoded.dictionary.to_pylist()]
-    return np.array([*known, -1], np.int64)[encoded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)]
+    known = np.array([*(numbers.get(str(name), -1) for name in encoded.dictionary.to_pylist()), -1], np.int64)
+    return known[as_numbers(encoded.indices)]  # of null the last
 
 
 def _keys(texts: Any, start: int) -> Any:
@@ -387,8 +379,3 @@ def _keys(texts: Any, start: int) -> Any:
 def _has_pictures(schema: Any) -> bool:
     kinds = load_pyarrow().types
     return any(kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_struct(kind) for kind in schema.types)
-
-
-def _is_list(kind: Any) -> bool:
-    kinds = load_pyarrow().types
-    return bool(kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind))

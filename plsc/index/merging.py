@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plsc.data.dataset import PackedStringColumn
-from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask
+from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask, searchable
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.embedding.metadata import Metadata, read_metadata
 from plsc.errors import DataError, UsageError
@@ -59,7 +59,7 @@ class MergedSets:
     def keys(self, rows: Int64) -> Iterator[PackedStringColumn]:
         """Yield the keys of the searchable ``rows``, in their order."""
         for start in range(0, len(rows), _READ_KEYS):
-            yield self.source_keys.packed(self.source_rows[rows[start : start + _READ_KEYS]])
+            yield from self.source_keys.packed(self.source_rows[rows[start : start + _READ_KEYS]])
 
     def metadata(self, row: int) -> Metadata:
         """The metadata of searchable row ``row``."""
@@ -115,7 +115,7 @@ def _searchable_rows(source: EmbeddingSet, left_out: dict[str, int]) -> Mask:
     left_out["error"] += len(source.errors)
     for start, stop in _chunks(source):
         without_error = mask[start:stop].copy()
-        finite, usable = source.searchable(start, stop)
+        finite, usable = searchable(source.marks(start, stop))
         left_out["not_finite"] += int((without_error & ~finite).sum())
         left_out["zero"] += int((without_error & finite & ~usable).sum())
         mask[start:stop] &= usable

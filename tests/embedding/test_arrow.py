@@ -187,7 +187,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_sets, "_SHARD_ROWS", SHARD)
-    monkeypatch.setattr(table_sets, "_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
+    monkeypatch.setattr(table_sets, "_ROWS_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
     source, path = make(tmp_path / "set", dtype), tmp_path / name
     write_table(source, path)
     back = EmbeddingSet(path)
