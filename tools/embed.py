@@ -104,8 +104,7 @@ def _folder(args: argparse.Namespace) -> Path:
     if (table := format_named(out)) is None:
         return out
     if args.sign is not None:
-        text = f"--sign signs the folder of an embedding set, and {table.name} has no place for it: name a folder"
-        raise UsageError(text)
+        raise UsageError(f"--sign signs the folder of an embedding set, and {table.name} has no place for it: name one")
     table.require()  # before the work
     folder = out.with_name(f".{out.name}.emb")
     check_output(out, overwrite=args.overwrite or folder.exists())  # which a killed call has left

@@ -8,7 +8,6 @@ the key; whole numbers ``id``; ``label``, texts or numbers. Other single values 
 not state its contract (:mod:`plsc.embedding.arrow_tables`), it is "unknown".
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from plsc.embedding.arrow_tables import EMPTY_CLASSES, OWN_COLUMNS, PREFIX, STAT
 from plsc.embedding.columns import Array, Float32, Int64, searchable
 from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import FORMAT, LARGEST_DIM, EmbeddingSet
-from plsc.embedding.set_writer import SetWriter, ShardRows
+from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.embedding.table_formats import ABOUT, COLUMNS, OpenTable, SetFormat, format_at
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.files import atomic_folder, holds_manifest, remove_leftovers
@@ -72,7 +71,7 @@ def set_of_table(path: Path, found: SetFormat) -> Path:
         place = hashlib.sha256(os.path.relpath(path.absolute(), root).encode()).hexdigest()[:8]
         name = f"{path.name}-{place}"
         folder = root / f"{name}.{table.state}.emb"
-        with _alone(root):  # ranks want the set at once
+        with sole_writer(root, wait=True):  # ranks want the set at once
             if not holds_manifest(folder, FORMAT):
                 remove_leftovers(folder)
                 with atomic_folder(folder) as tmp_path:
@@ -88,17 +87,6 @@ def _refuse_signed(path: Path, found: SetFormat) -> None:
         raise IntegrityError(
             f"{path} is {found.name}, which carries no signature; sign an embedding set, and give that"
         )
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block of ``folder``; it leaves nothing behind."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class _Columns:
