@@ -59,7 +59,7 @@ class SetFormat(ABC):
         """Whether a table, or what one may be written in the place of, is at ``path``."""
 
     @abstractmethod
-    def open(self, path: Path) -> AbstractContextManager[OpenTable]:
+    def open_table(self, path: Path) -> AbstractContextManager[OpenTable]:
         """Open a table; :class:`DataError` where it cannot be read."""
 
     @abstractmethod
@@ -98,8 +98,8 @@ class ParquetSets(SetFormat):
         return path.is_file()
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[OpenTable]:
-        """See :meth:`SetFormat.open`."""
+    def open_table(self, path: Path) -> Iterator[OpenTable]:
+        """See :meth:`SetFormat.open_table`."""
         self.require()
         from pyarrow import parquet
 
@@ -130,8 +130,8 @@ class LanceSets(SetFormat):
         return path.is_dir() and ((path / "_versions").is_dir() or not any(path.iterdir()))
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[OpenTable]:
-        """See :meth:`SetFormat.open`."""
+    def open_table(self, path: Path) -> Iterator[OpenTable]:
+        """See :meth:`SetFormat.open_table`."""
         self.require()
         from plsc.data.readers.lance import lance_schema, open_lance
 

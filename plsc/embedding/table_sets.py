@@ -48,7 +48,7 @@ def is_table_set(path: Path) -> bool:
     if (found := format_at(path)) is None:
         return False
     try:
-        with found.open(path) as table:
+        with found.open_table(path) as table:
             return bool(_Columns(table.schema, path).about) or not _has_pictures(table.schema)
     except PlscError:
         return False
@@ -66,7 +66,7 @@ def set_of_table(path: Path, found: SetFormat) -> Path:
         raise IntegrityError(
             f"{path} is {found.name}, which carries no signature; sign an embedding set, and give that"
         )
-    with found.open(path) as table:
+    with found.open_table(path) as table:
         root = index_folder(path)
         place = hashlib.sha256(os.path.relpath(path.absolute(), root).encode()).hexdigest()[:8]
         name = f"{path.name}-{place}"
@@ -167,7 +167,7 @@ class StreamedSet(EmbeddingSet):
 def streamed(path: Path, found: SetFormat, folder: Path) -> Iterator[EmbeddingSet]:
     """Open a table whose vectors stay where they are; ``folder`` gets all else. Raises as :func:`set_of_table`."""
     _refuse_signed(path, found)
-    with found.open(path) as table:
+    with found.open_table(path) as table:
         yield StreamedSet(path, _TableRows(table, path, found), folder)
 
 
