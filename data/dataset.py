@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -47,6 +47,10 @@ class StringColumn(Sequence[str]):
             raise IndexError(f"string {index} of {len(self)}")
         return self.at(int(row))
 
+    def packed(self, rows: NDArray[np.int64]) -> "Iterator[PackedStringColumn]":
+        """Yield strings ``rows`` (n,) as columns that follow one another."""
+        yield PackedStringColumn.of(map(self.at, rows.tolist()))
+
 
 class PackedStringColumn(StringColumn):
     """N strings as their joined UTF-8 bytes, in memory or mapped from a file.
@@ -74,6 +78,15 @@ class PackedStringColumn(StringColumn):
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
+
+    def packed(self, rows: NDArray[np.int64]) -> "Iterator[PackedStringColumn]":
+        """See :meth:`StringColumn.packed`; no string is made."""
+        firsts, lengths = self._offsets[rows], self._offsets[rows + 1] - self._offsets[rows]
+        if len(rows) and (firsts.min() < 0 or lengths.min() < 0 or (firsts + lengths).max() > len(self._data)):
+            raise IntegrityError("a column of text is corrupt; use another copy")
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], lengths)
+        yield PackedStringColumn(self._data[places], offsets, self._errors)
 
     def at(self, index: int) -> str:
         """Return string ``index``."""

@@ -448,6 +448,16 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield ``path``, for folders that are removed in the end, as are those that a killed process left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _of_process(path: Path) -> Path:
     """A temporary neighbour of ``path``, which :func:`remove_leftovers` knows, and to which nobody has put a link."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.{os.getpid()}.tmp")

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.embedding.embedding_set import EmbeddingSet
 
     if args.nproc > 1 and not is_launched():
-        EmbeddingSet(args.set)  # that there is one is told once; a Parquet file is made a set by one process
+        EmbeddingSet(args.set)  # that there is one is told once; a table is made a set by one process
         with new_folder(args.out):
             launch_ranks(args)
         return None

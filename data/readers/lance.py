@@ -53,8 +53,8 @@ class LanceFormat(TableFormat):
             if isinstance(shard, Path) and not shard.exists():
                 raise UsageError(f"there is no {shard}")
             try:
-                with _faults():
-                    newest = _table(shard, None).version
+                with lance_faults():
+                    newest = open_lance(shard, None).version
                     manifests = {file.name: file for file in _files(shard, "_versions")}
             except ValueError as error:
                 raise self.unreadable(shard, error) from None
@@ -79,9 +79,9 @@ class LanceFormat(TableFormat):
         """See :meth:`TableFormat.open_table`."""
         if isinstance(shard, Path):
             check_links(shard, below=shard)
-        with _faults():
-            table = _table(shard, self._versions[shard])
-            yield Table(_schema(table), table.to_batches)
+        with lance_faults():
+            table = open_lance(shard, self._versions[shard])
+            yield Table(lance_schema(table), table.to_batches)
 
     def gather(self, shard: Path, table: Table, columns: Columns, rows: Rows) -> None:
         """See :meth:`TableFormat.gather`; of images, what is known without their bytes."""
@@ -97,7 +97,7 @@ class LanceFormat(TableFormat):
 
     def read(self, shard: Path, row: int, place: NDArray[np.int64]) -> bytes:
         """See :meth:`ShardFormat.read`."""
-        with _faults():
+        with lance_faults():
             table, column, is_blob = self.opened(Path(f"{shard}/{os.getpid()}"), lambda _: self._open(shard))
             if is_blob:
                 blob = table.take_blobs(column, indices=[int(place[0])])[0]
@@ -110,13 +110,13 @@ class LanceFormat(TableFormat):
         return bytes(image)
 
     def _open(self, shard: Path) -> tuple[Any, str, bool]:
-        table = _table(shard, self._versions[shard])
-        schema = _schema(table)
+        table = open_lance(shard, self._versions[shard])
+        schema = lance_schema(table)
         column = Columns(schema, self.given, shard).image
         return table, column, _is_blob(schema, column)
 
 
-def _table(shard: Path, version: int | None) -> Any:
+def open_lance(shard: Path, version: int | None) -> Any:
     import lance
 
     warnings.filterwarnings("ignore", "lance is not fork-safe")  # of each fork; see LanceFormat
@@ -129,7 +129,7 @@ def _files(shard: Path, folder: str) -> list[Any]:
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
+def lance_faults() -> Iterator[None]:
     """Turn what the library raises for damaged files into ValueError; a failed assertion of its is no Exception."""
     try:
         yield
@@ -142,7 +142,7 @@ def _faults() -> Iterator[None]:
         raise ValueError(_PLACE_IN_SOURCE.sub("", reason(str(error)))) from None
 
 
-def _schema(table: Any) -> "pa.Schema":
+def lance_schema(table: Any) -> "pa.Schema":
     """A table's, in which blobs of all versions are binary values that are marked."""
     import pyarrow as pa
 

@@ -45,17 +45,17 @@ class Columns:
         self._given, self._shard = given, shard
         self.image = self._image()
         taken = {self.image}
-        self.label = self._found("label", _LABELS, taken, lambda kind: _label_kind(kind) != "")
+        self.label = self._found("label", _LABELS, taken, lambda kind: label_kind(kind) != "")
         taken.add(self.label or "")
-        self.key = self._found("key", [n for n in _KEYS if _is_scalar(self._types.get(n))], taken, _is_scalar)
+        self.key = self._found("key", [n for n in _KEYS if is_scalar(self._types.get(n))], taken, is_scalar)
         taken.add(self.key or "")
         self.is_key_given = "key" in given
-        self.texts = [name for name, kind in self._types.items() if name not in taken and _is_scalar(kind)]
+        self.texts = [name for name, kind in self._types.items() if name not in taken and is_scalar(kind)]
         self.has_paths = self.key is None and not self.is_key_given and self._has_field(self.image, "path")
         self.class_names = None if self.label is None else _class_names(schema, self.label)
         self.uses = dict.fromkeys(self.texts, "a further value") | {self.image: "the picture"}
         self.uses |= {self.key: "the key"} if self.key is not None else {}
-        self.uses |= {self.label: f"a label, {_label_kind(self._types[self.label])}"} if self.label is not None else {}
+        self.uses |= {self.label: f"a label, {label_kind(self._types[self.label])}"} if self.label is not None else {}
 
     @property
     def wanted(self) -> list[str]:
@@ -68,11 +68,11 @@ class Columns:
         Raises:
             ValueError: offsets or indices in it lead out of it.
         """
-        column, paths = _checked(batch.column(self.image)), None
+        column, paths = checked(batch.column(self.image)), None
         if hasattr(column, "flatten") and column.type.num_fields:
             index = column.type.get_field_index("path")
             paths = column.flatten()[index] if index >= 0 else None
-            column = _checked(column.flatten()[column.type.get_field_index("bytes")])
+            column = checked(column.flatten()[column.type.get_field_index("bytes")])
         return column, paths
 
     def _image(self) -> str:
@@ -146,13 +146,13 @@ class Rows:
         """
         self._faults |= {self._count + row: why for row, why in faults.items()}
         if self._columns.key is not None:
-            self._keys.append(_texts(batch.column(self._columns.key)))
+            self._keys.append(as_texts(batch.column(self._columns.key)))
         elif self._columns.has_paths and paths is not None:
-            self._keys.append(_texts(paths))
+            self._keys.append(as_texts(paths))
         if self._columns.label is not None:
             self._add_labels(batch.column(self._columns.label))
         for name, texts in self._texts.items():
-            texts.append(_texts(batch.column(name)))
+            texts.append(as_texts(batch.column(name)))
         self._places.append(places)
         self._count += len(places)
 
@@ -166,15 +166,15 @@ class Rows:
         if labels is not None and texts is not None:
             present = np.flatnonzero(np.bincount(labels[labels >= 0]))
             numbers = np.full(len(texts) + 1, -1, np.int64)
-            numbers[present], names = text_labels(_packed(texts.take(present)))
+            numbers[present], names = text_labels(packed(texts.take(present)))
             labels = numbers[labels]
         return Scanned(
             np.concatenate(self._places or [np.empty((0, 1), np.int64)])[kept],
             labels,
-            kept if keys is None else _packed(keys.take(kept)),
+            kept if keys is None else packed(keys.take(kept)),
             names,
             {str(row) if keys is None else _decoded(keys[row]): self._faults[row] for row in sorted(self._faults)},
-            {name: _packed(_joined(parts).take(kept)) for name, parts in self._texts.items()},
+            {name: packed(_joined(parts).take(kept)) for name, parts in self._texts.items()},
         )
 
     def _fault(self, row: int, why: str) -> None:
@@ -183,11 +183,11 @@ class Rows:
     def _add_labels(self, labels: "pa.Array") -> None:
         import pyarrow.compute as pc
 
-        kind, labels = _label_kind(labels.type), _checked(labels)
+        kind, labels = label_kind(labels.type), checked(labels)
         if "list" in kind:
-            self._lengths.append(np.maximum(_numbers(pc.list_value_length(labels)), 0))
+            self._lengths.append(np.maximum(as_numbers(pc.list_value_length(labels)), 0))
             labels = labels.flatten()
-        self._labels.append(_texts(labels) if "text" in kind else _numbers(labels))
+        self._labels.append(as_texts(labels) if "text" in kind else as_numbers(labels))
 
     def _joined_labels(self) -> "tuple[NDArray[np.int64] | None, pa.Array | None]":
         """Labels (n,) or (n, K) of all rows, and the texts that they number; rows without, or with wrong ones, fail."""
@@ -254,10 +254,10 @@ def picture_sizes(pictures: "pa.Array") -> NDArray[np.int64]:
     """The bytes of each picture (n,); -1 where there is none."""
     import pyarrow.compute as pc
 
-    return _numbers(pc.binary_length(pictures))
+    return as_numbers(pc.binary_length(pictures))
 
 
-def _checked(array: "pa.Array") -> "pa.Array":
+def checked(array: "pa.Array") -> "pa.Array":
     """A column without dictionary, views or the claim to be UTF-8, whose offsets lie in its buffers."""
     import pyarrow as pa
 
@@ -268,16 +268,16 @@ def _checked(array: "pa.Array") -> "pa.Array":
         array = array.view(pa.large_binary())
     array.validate(full=True)
     if kind.is_dictionary(array.type):
-        return _checked(array.dictionary_decode())
+        return checked(array.dictionary_decode())
     is_view = kind.is_string_view(array.type) or kind.is_binary_view(array.type)
     return array.cast(pa.large_binary()) if is_view else array
 
 
-def _texts(array: "pa.Array") -> "pa.Array":
+def as_texts(array: "pa.Array") -> "pa.Array":
     """The values of a column as the bytes of texts, of type large_binary."""
     import pyarrow as pa
 
-    array = _checked(array)
+    array = checked(array)
     if pa.types.is_timestamp(array.type):
         array = array.cast(pa.timestamp(array.type.unit))  # zones need a table that not each machine has
     is_text = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
@@ -293,10 +293,10 @@ def _joined(parts: "list[pa.Array]") -> "pa.Array":
 def _numbered(parts: "list[pa.Array]") -> "tuple[NDArray[np.int64], pa.Array]":
     """Texts as numbers (n,), -1 where there is none, and the text of each number."""
     encoded = _joined(parts).dictionary_encode()
-    return _numbers(encoded.indices), encoded.dictionary
+    return as_numbers(encoded.indices), encoded.dictionary
 
 
-def _packed(texts: "pa.Array") -> PackedStringColumn:
+def packed(texts: "pa.Array") -> PackedStringColumn:
     """Texts, of which no string is made before it is asked for."""
     texts = texts.fill_null(b"")
     _, ends, content = texts.buffers()
@@ -312,7 +312,7 @@ def _decoded(text: Any) -> str:
     return str(text.as_py().decode("utf-8", "surrogateescape"))
 
 
-def _numbers(array: "pa.Array") -> NDArray[np.int64]:
+def as_numbers(array: "pa.Array") -> NDArray[np.int64]:
     """Integers as int64 (n,), -1 for null."""
     import pyarrow as pa
 
@@ -330,10 +330,12 @@ def _is_picture(kind: Any) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
-def _label_kind(kind: Any) -> str:
+def label_kind(kind: Any) -> str:
     """What labels of this type are; "": it is of none."""
     import pyarrow as pa
 
+    if kind is None:
+        return ""
     types = pa.types
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if types.is_integer(kind):
@@ -341,17 +343,17 @@ def _label_kind(kind: Any) -> str:
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return "a text"
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    of = _label_kind(kind.value_type) if is_list else ""
+    of = label_kind(kind.value_type) if is_list else ""
     return f"a list of {of.removeprefix('a ')}s" if of in ("a number", "a text") else ""
 
 
-def _is_scalar(kind: Any) -> bool:
+def is_scalar(kind: Any) -> bool:
     import pyarrow as pa
 
     types = pa.types
     if kind is None or types.is_dictionary(kind):
-        return kind is not None and _label_kind(kind) != ""
-    return _label_kind(kind) in ("a text", "a number") or any(
+        return label_kind(kind) != ""
+    return label_kind(kind) in ("a text", "a number") or any(
         is_one(kind)
         for is_one in (types.is_floating, types.is_boolean, types.is_date, types.is_timestamp, types.is_decimal)
     )

@@ -100,7 +100,7 @@ def unit_rows(source: EmbeddingSet, rows: Int64) -> Float32:
     wrong = np.flatnonzero(~((lengths > 0) & (lengths < np.inf)))
     if len(wrong):
         row = int(rows[wrong[0]])
-        raise DataError(f"{source.folder}: row {row} ({source.keys[row]}) is zero or not finite; embed the set again")
+        raise DataError(f"{source.path}: row {row} ({source.keys[row]}) is zero or not finite; embed the set again")
     unit: Float32 = (vectors / lengths[:, None]).astype(np.float32)
     return unit
 

@@ -141,10 +141,10 @@ def _check(source: EmbeddingSet, options: KMeansOptions | GivenCentres | GraphOp
     """Refuse what cannot be, before the folder is made."""
     count = len(usable_rows(source))
     if not count:
-        raise DataError(f"{source.folder} has no embedding without an error; embed it again")
+        raise DataError(f"{source.path} has no embedding without an error; embed it again")
     if isinstance(options, KMeansOptions) and options.k > count:
-        raise UsageError(f"--k {options.k} is more than the {counted(count, 'embedding')} of {source.folder}")
-    if folder.resolve() == source.folder.resolve():
+        raise UsageError(f"--k {options.k} is more than the {counted(count, 'embedding')} of {source.path}")
+    if folder.resolve() == source.path.resolve():
         raise UsageError(f"--out {folder} is the embedding set itself; name another folder")
 
 

@@ -73,7 +73,7 @@ def read_links(path: Path, source: EmbeddingSet, points: Points) -> Links:
             raise DataError(f"{path} line {number} is {line[:80]!r}; each line is key<TAB>key<TAB>must|cannot")
         for key in fields[:2]:
             if key not in position:
-                raise DataError(f"{path} line {number}: {source.folder} has no embedding of {key[:80]!r}")
+                raise DataError(f"{path} line {number}: {source.path} has no embedding of {key[:80]!r}")
         found[fields[2].strip()].append((position[fields[0]], position[fields[1]]))
     must, cannot = (np.array(found[kind], dtype=np.int64).reshape(-1, 2) for kind in ("must", "cannot"))
     together = _parts(len(points), must)

@@ -1,6 +1,6 @@
-"""Embedding sets as Arrow tables and Parquet files, for pandas, DuckDB, Polars, Spark and whatever else reads these.
+"""Embedding sets as Arrow tables, for pandas, DuckDB, LanceDB, Polars, Spark and whatever else reads these.
 
-A table has these columns; ``set_of_parquet`` of :mod:`plsc.embedding.parquet_sets` makes a set of it again:
+A table has these columns; ``set_of_table`` of :mod:`plsc.embedding.table_sets` makes a set of it again:
 
     key          string         the origin of the row
     embedding    fixed_size_list<float32 or float16, dim>     as the set has it, not normalised; zeros where it failed
@@ -10,7 +10,8 @@ A table has these columns; ``set_of_parquet`` of :mod:`plsc.embedding.parquet_se
     error        string         why there is no embedding, null where there is one
     …            string         each further column of the source; ``metadata.NAME`` where NAME stands above
 
-The schema's metadata has under ``plsc`` a JSON object: the contract, as the set's manifest states it.
+The schema's metadata has under ``plsc`` a JSON object: the contract, as the set's manifest states it, and under
+``empty_classes`` the numbers of the classes without rows by their names.
 """
 
 import json
@@ -18,18 +19,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from plsc.embedding.embedding_set import FORMAT, VERSION, EmbeddingSet, Shard
 from plsc.embedding.metadata import read_metadata
+from plsc.embedding.table_formats import ABOUT, format_named
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_write, remove_leftovers
+from plsc.files import LARGEST_JSON, remove_leftovers
+from plsc.progress import note
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ABOUT = b"plsc"
 _OF_MODEL = ("contract_id", "compatible_with", "image_size", "flip", "alignment", "precision", "model")
 STATED = (*_OF_MODEL, "data_id", "data")
 OWN_COLUMNS = ("key", "embedding", "id", "label", "class", "error")
+EMPTY_CLASSES = "empty_classes"
 PREFIX = "metadata."
 
 
@@ -38,9 +43,7 @@ def load_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UsageError(
-            "Arrow and Parquet tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'"
-        ) from None
+        raise UsageError("Arrow tables of embeddings need pyarrow: pip install 'plsc-torch[parquet]'") from None
     return pyarrow
 
 
@@ -61,6 +64,7 @@ def schema_of(source: EmbeddingSet) -> "pa.Schema":
         names.update(dict.fromkeys(source.metadata(row)))
     stated = {name: source.manifest[name] for name in STATED if name in source.manifest}
     about = {"format": FORMAT, "version": VERSION, "normalized": False, "dim": source.dim, **stated}
+    about |= {EMPTY_CLASSES: empty} if (empty := _empty_classes(source)) else {}
     return pa.schema([*fields, *(pa.field(_column(name), pa.string()) for name in names)], {ABOUT: json.dumps(about)})
 
 
@@ -79,7 +83,7 @@ def batches_of(source: EmbeddingSet, schema: "pa.Schema") -> "Iterator[pa.Record
     for shard in source:
         labels, classes = shard.labels.tolist(), len(source.class_names)
         if labels and not -1 <= min(labels) <= max(labels) < classes:
-            raise DataError(f"{source.folder} holds labels outside its {classes} classes; embed it again")
+            raise DataError(f"{source.path} holds labels outside its {classes} classes; embed it again")
         known = {label: source.class_names[label] for label in set(labels) - {-1}}
         flat = pa.array(shard.embeddings.reshape(-1))
         columns = [
@@ -94,19 +98,28 @@ def batches_of(source: EmbeddingSet, schema: "pa.Schema") -> "Iterator[pa.Record
         yield pa.RecordBatch.from_arrays([*columns, *(pa.array(texts, pa.string()) for texts in more)], schema=schema)
 
 
-def write_parquet(source: EmbeddingSet, path: Path) -> None:
-    """Write a set as the Parquet file ``path``, a row group of each shard; it appears whole, or not at all."""
-    schema = schema_of(source)  # which tells of a missing pyarrow
-    from pyarrow import parquet
-
+def write_table(source: EmbeddingSet, path: Path) -> None:
+    """Write a set as a table of the format by whose name ``path`` ends; it appears whole, or not at all."""
+    schema = schema_of(source)
+    if (found := format_named(path)) is None:
+        raise UsageError(f"{path} is no name of a table, or a folder that holds something else; name another")
     remove_leftovers(path)
-    with atomic_write(path) as tmp_path, parquet.ParquetWriter(tmp_path, schema) as writer:
-        for batch in batches_of(source, schema):
-            writer.write_batch(batch, row_group_size=max(len(batch), 1))
+    found.write(path, schema, batches_of(source, schema))
+
+
+def _empty_classes(source: EmbeddingSet) -> dict[str, int]:
+    has_rows = np.zeros(len(source.class_names) + 1, bool)
+    for shard in source:
+        has_rows[np.clip(shard.labels, -1, len(source.class_names))] = True
+    empty = {source.class_names[label]: label for label in np.flatnonzero(~has_rows[:-1]).tolist()}
+    if len(json.dumps(empty)) > LARGEST_JSON:  # readers bound what a schema may hold
+        note(f"{source.path}: the names of {len(empty):,} classes without rows are too many, and left out")
+        return {}
+    return empty
 
 
 def _metadata(source: EmbeddingSet, shard: Shard, names: list[str]) -> list[list[str | None]]:
-    rows = [read_metadata(shard.metadata, row, source.folder) for row in range(len(shard))]
+    rows = [read_metadata(shard.metadata, row, source.path) for row in range(len(shard))]
     return [[_text(row, name.removeprefix(PREFIX)) for row in rows] for name in names]
 
 

@@ -7,7 +7,8 @@ strings costs one seek.
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,13 @@ Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # The files of maps: their names may lead to others meanwhile.
 _FILES: "WeakKeyDictionary[mmap, os.stat_result]" = WeakKeyDictionary()
+
+
+def searchable(vectors: Array) -> tuple[Mask, Mask]:
+    """Masks (n,) of the rows of ``vectors`` (n, D) that are finite, and of those among them that are not zero."""
+    finite = np.logical_and.reduce(np.isfinite(vectors), axis=1)
+    nonzero = np.logical_or.reduce(vectors != 0, axis=1)
+    return finite, finite & nonzero
 
 
 def save_array(path: Path, array: Array) -> None:
@@ -130,14 +138,25 @@ class ChainedStringColumn(StringColumn):
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
+    def packed(self, rows: Int64) -> Iterator[PackedStringColumn]:
+        """See :meth:`StringColumn.packed`."""
+        parts = np.searchsorted(self._ends, rows, side="right")
+        bounds = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(rows)]
+        for first, last in pairwise(bounds if len(rows) else []):
+            part, own = self._parts[parts[first]], rows[first:last] - self._ends[parts[first]]
+            if isinstance(part, StringColumn):
+                yield from part.packed(own + len(part))
+            else:
+                yield PackedStringColumn.of(part[row] for row in own.tolist())  # counted from its end
+
 
 def string_files(name: str) -> list[str]:
     """Names of the two files that hold the string column ``name``."""
     return [f"{name}.npy", f"{name}.offsets.npy"]
 
 
-def save_strings(folder: Path, name: str, strings: Iterable[str]) -> None:
-    """Write a string column, holding 8 bytes for each string in memory.
+def save_strings(folder: Path, name: str, strings: Iterable[str] | Iterable[PackedStringColumn]) -> None:
+    """Write a string column, holding 8 bytes for each string in memory; packed ones as they are.
 
     File names with bytes that are not UTF-8 (old file systems) keep a replacement mark in place of these.
     """
@@ -145,8 +164,13 @@ def save_strings(folder: Path, name: str, strings: Iterable[str]) -> None:
     offsets = array("q", [0])
     with (folder / data_file).open("wb") as file:
         write_npy_header(file, (0,), "|u1")  # overwritten below, once it is known
-        for text in strings:
-            offsets.append(offsets[-1] + file.write(text.encode("utf-8", errors="replace")))
+        for text in [strings] if isinstance(strings, PackedStringColumn) else strings:
+            if isinstance(text, str):
+                offsets.append(offsets[-1] + file.write(text.encode("utf-8", errors="replace")))
+            else:
+                content, ends = text.parts()
+                file.write(content.data)
+                offsets.frombytes((ends[1:] + offsets[-1]).tobytes())
         file.seek(0)
         write_npy_header(file, (offsets[-1],), "|u1")
     save_array(folder / offsets_file, np.frombuffer(offsets, dtype=np.int64))

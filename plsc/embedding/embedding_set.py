@@ -29,6 +29,7 @@ import numpy as np
 from plsc.embedding.columns import Array, ChainedStringColumn, Float32, Int64, open_array, open_strings, string_files
 from plsc.embedding.contracts import may_search
 from plsc.embedding.metadata import METADATA_FILES, open_metadata, read_metadata
+from plsc.embedding.table_formats import format_at
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
 from plsc.files import (
     MANIFEST,
@@ -60,11 +61,11 @@ def shard_name(number: int) -> str:
 
 
 def is_embedding_set(source: str | Path) -> bool:
-    """Whether ``source`` is the folder of an embedding set, or a Parquet file of one."""
-    if Path(source).is_file():
-        from plsc.embedding.parquet_sets import is_parquet_set
+    """Whether ``source`` is the folder of an embedding set, or a table of one in Parquet or Lance."""
+    if format_at(Path(source)) is not None:
+        from plsc.embedding.table_sets import is_table_set
 
-        return is_parquet_set(source)
+        return is_table_set(Path(source))
     return Path(source).is_dir() and holds_manifest(Path(source), FORMAT)
 
 
@@ -104,11 +105,12 @@ class EmbeddingSet:
     Opening checks the manifest's digest and every file's presence, length and header.
 
     Args:
-        folder: of the set; or a Parquet file of embeddings (:mod:`plsc.embedding.parquet_sets`).
+        folder: of the set; or a table of embeddings in Parquet or Lance (:mod:`plsc.embedding.table_sets`).
         verify: hash every file, too.
         own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
     Attributes:
+        path: what was named: the folder, or the table that it was made of.
         contract_id: of the model and preprocessing that made the embeddings.
         compatible_with: contract ids of other models whose embeddings these may be compared with.
         dim: numbers in an embedding.
@@ -123,11 +125,11 @@ class EmbeddingSet:
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False, own: bool = False) -> None:
-        self.folder = Path(folder)
-        if self.folder.suffix == ".parquet" and self.folder.is_file():
-            from plsc.embedding.parquet_sets import set_of_parquet
+        self.path = self.folder = Path(folder)
+        if (table := format_at(self.path)) is not None:
+            from plsc.embedding.table_sets import set_of_table
 
-            self.folder = set_of_parquet(self.folder)
+            self.folder = set_of_table(self.path, table)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
@@ -154,7 +156,7 @@ class EmbeddingSet:
 
     def __repr__(self) -> str:
         """Return its shape, and the folder."""
-        return f"<EmbeddingSet at {self.folder}: {len(self):,} embeddings of {self.dim}>"
+        return f"<EmbeddingSet at {self.path}: {len(self):,} embeddings of {self.dim}>"
 
     def __len__(self) -> int:
         return int(self.manifest["rows"])
@@ -177,13 +179,17 @@ class EmbeddingSet:
             UsageError: not 0 <= start <= stop <= len.
         """
         if not 0 <= start <= stop <= len(self):
-            raise UsageError(f"rows [{start}, {stop}) do not lie in the {len(self)} rows of {self.folder}")
-        rows = np.empty((stop - start, self.dim), dtype=np.float32)
+            raise UsageError(f"rows [{start}, {stop}) do not lie in the {len(self)} rows of {self.path}")
+        rows = np.empty((stop - start, self.manifest["dim"]), dtype=np.float32)
         for shard in self.shards:
             first, last = max(start, shard.start), min(stop, shard.start + len(shard))
             if first < last:
                 rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return rows
+
+    def marks(self, start: int, stop: int) -> Float32:
+        """Numbers (n, any) by which :func:`plsc.embedding.columns.searchable` tells what it tells by the rows."""
+        return self.rows(start, stop)
 
     @cached_property
     def labels(self) -> Int64:
@@ -202,7 +208,7 @@ class EmbeddingSet:
 
     def metadata(self, row: int) -> dict[str, Any]:
         """What the source said of ``row`` besides its key and label, by names; {} where it said nothing."""
-        return read_metadata(self.metadata_column, row, self.folder)
+        return read_metadata(self.metadata_column, row, self.path)
 
     @cached_property
     def metadata_column(self) -> Sequence[str]:
@@ -265,9 +271,9 @@ def same_contract(sets: Sequence[EmbeddingSet]) -> str:
     """The contract id that all ``sets`` share, as they share dim; :class:`UsageError` names two that differ."""
     first = sets[0]
     for other in sets[1:]:
-        require_contract(other.contract_id, first.contract_id, str(other.folder), str(first.folder))
+        require_contract(other.contract_id, first.contract_id, str(other.path), str(first.path))
         if other.dim != first.dim:
-            raise UsageError(f"{other.folder} holds vectors of {other.dim} and {first.folder} of {first.dim}")
+            raise UsageError(f"{other.path} holds vectors of {other.dim} and {first.path} of {first.dim}")
     return first.contract_id
 
 

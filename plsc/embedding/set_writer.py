@@ -193,8 +193,8 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this process; :class:`UsageError` if another is writing it.
+def sole_writer(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Lock ``folder`` for this process; if another is writing it, ``wait``, or raise :class:`UsageError`.
 
     The lock is on the folder itself, not on a file in it: nothing is left behind in a finished set, and the system
     releases it even after kill -9.
@@ -202,7 +202,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     files.make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     except BlockingIOError:
         raise UsageError(f"{folder} is being written by another process; wait for it, or name another folder") from None

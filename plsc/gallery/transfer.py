@@ -278,7 +278,7 @@ def _new_persons(source: EmbeddingSet, usable: Mask) -> Iterator[NewPerson]:
     """Yield the persons of a set, class by class, then the rows without one."""
     labels: Int64 = np.where(usable, source.labels, -2)
     if len(labels) and int(labels.max()) >= len(source.class_names):
-        raise DataError(f"{source.folder} holds labels outside its {len(source.class_names)} classes; embed it again")
+        raise DataError(f"{source.path} holds labels outside its {len(source.class_names)} classes; embed it again")
     order = np.argsort(labels, kind="stable")
     ends = np.searchsorted(labels[order], np.arange(-1, len(source.class_names) + 1))
     known = _exported_persons(source)

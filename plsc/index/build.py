@@ -1,9 +1,10 @@
 """Building an index: gather the sets' rows, normalise them, choose and tune a structure, measure, publish."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from plsc.embedding.contracts import UNKNOWN_CONTRACT
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.metadata import save_metadata
 from plsc.embedding.set_writer import write_embedding_set
+from plsc.embedding.table_formats import format_at
 from plsc.errors import UsageError, quoted
 from plsc.index import ann
 from plsc.index.merging import MergedSets, gather
@@ -54,17 +56,32 @@ def build(
         IntegrityError: a damaged set.
     """
     _check_folder(folder, overwrite)
-    opened = [source if isinstance(source, EmbeddingSet) else EmbeddingSet(source) for source in sets]
-    for source in opened:
-        source.verify()
-    rows = gather(opened)
-    began, kind, memory = time.monotonic(), _resolve_kind(options, len(rows)), options.memory
-    with new_index(folder.resolve()) as tmp_path:
-        budget = None if memory is None else MemoryBudget(memory, len(rows), rows.dim, tmp_path)
-        manifest = _write_index(tmp_path, rows, kind, options, budget)
-        manifest["build_seconds"] = round(time.monotonic() - began, 3)
-        files.write_manifest(tmp_path, manifest)
-    return manifest
+    scratch = folder.resolve().with_name(f".{folder.name}.rows")
+    with files.new_folder(scratch.parent), files.scratch_folder(scratch), ExitStack() as stack:
+        places = (scratch / str(number) for number in itertools.count())
+        opened = [
+            source if isinstance(source, EmbeddingSet) else _open_set(Path(source), next(places), stack)
+            for source in sets
+        ]
+        for source in opened:
+            source.verify()
+        rows = gather(opened)
+        began, kind, memory = time.monotonic(), _resolve_kind(options, len(rows)), options.memory
+        with new_index(folder.resolve()) as tmp_path:
+            budget = None if memory is None else MemoryBudget(memory, len(rows), rows.dim, tmp_path)
+            manifest = _write_index(tmp_path, rows, kind, options, budget)
+            manifest["build_seconds"] = round(time.monotonic() - began, 3)
+            files.write_manifest(tmp_path, manifest)
+        return manifest
+
+
+def _open_set(path: Path, scratch: Path, stack: ExitStack) -> EmbeddingSet:
+    """Open a set until ``stack`` ends: of a table, no set is made, which would be written and read once more."""
+    if (table := format_at(path)) is None:
+        return EmbeddingSet(path)
+    from plsc.embedding.table_sets import streamed
+
+    return stack.enter_context(streamed(path, table, scratch))
 
 
 @contextmanager
@@ -117,7 +134,7 @@ def _write_index(
         "recall_asked": {"share": options.recall, "at": options.recall_at},
         **structure,
         "sets": [
-            {"path": str(source.folder.resolve()), "rows": len(source), "id_offset": offset}
+            {"path": str(source.path.resolve()), "rows": len(source), "id_offset": offset}
             for source, offset in zip(rows.sets, rows.offsets, strict=True)
         ],
         "files": files.describe_files(tmp_path, names),
@@ -137,7 +154,7 @@ def _write_columns(tmp_path: Path, rows: MergedSets, held_out: Int64) -> tuple[F
     save_array(tmp_path / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
     save_array(tmp_path / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
     order = np.concatenate([np.flatnonzero(~last), held_out])
-    save_strings(tmp_path, "keys", (rows.key(int(row)) for row in order))
+    save_strings(tmp_path, "keys", rows.keys(order))
     more = []
     if any(source.has_metadata for source in rows.sets):
         more = save_metadata(tmp_path, (rows.metadata(int(row)) for row in order))

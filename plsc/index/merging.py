@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask
+from plsc.data.dataset import PackedStringColumn
+from plsc.embedding.columns import ChainedStringColumn, Float32, Int64, Mask, searchable
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.embedding.metadata import Metadata, read_metadata
 from plsc.errors import DataError, UsageError
-from plsc.index.rows import searchable
 
+_READ_KEYS = 1 << 16  # at once
 _READ_NUMBERS = 1 << 18  # of the rows of a set that are read at once
 
 
@@ -37,7 +38,7 @@ class MergedSets:
     ids: Int64
     labels: Int64
     class_names: list[str]
-    source_keys: Sequence[str]
+    source_keys: ChainedStringColumn
     source_metadata: Sequence[str]
     left_out: dict[str, int]
     offsets: list[int]
@@ -55,13 +56,14 @@ class MergedSets:
         """How faces were aligned while the sets were made, each way once; none for pictures taken as they came."""
         return sorted({str(source.manifest["alignment"]) for source in self.sets if "alignment" in source.manifest})
 
-    def key(self, row: int) -> str:
-        """The key of searchable row ``row``."""
-        return self.source_keys[int(self.source_rows[row])]
+    def keys(self, rows: Int64) -> Iterator[PackedStringColumn]:
+        """Yield the keys of the searchable ``rows``, in their order."""
+        for start in range(0, len(rows), _READ_KEYS):
+            yield from self.source_keys.packed(self.source_rows[rows[start : start + _READ_KEYS]])
 
     def metadata(self, row: int) -> Metadata:
         """The metadata of searchable row ``row``."""
-        return read_metadata(self.source_metadata, int(self.source_rows[row]), self.sets[0].folder)
+        return read_metadata(self.source_metadata, int(self.source_rows[row]), self.sets[0].path)
 
     def unit_chunks(self) -> Iterator[tuple[int, Float32]]:
         """Yield (first row, vectors (n, D) float32 of length 1) until all rows are covered, in order."""
@@ -88,7 +90,7 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     """
     if not sets:
         raise UsageError("no embedding set is given")
-    folders = [source.folder.resolve() for source in sets]
+    folders = [source.path.resolve() for source in sets]
     for number, folder in enumerate(folders):
         if folder in folders[:number]:
             raise UsageError(f"{folder} is given twice")
@@ -96,7 +98,7 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     left_out = {"error": 0, "not_finite": 0, "zero": 0}
     good = np.concatenate([_searchable_rows(source, left_out) for source in sets])
     if not good.any():
-        names = ", ".join(str(source.folder) for source in sets)
+        names = ", ".join(str(source.path) for source in sets)
         raise DataError(f"{names} holds no embedding that can be searched ({len(good)} rows)")
     ids, offsets = _unique_ids(sets)
     labels, class_names = _merged_classes(sets)
@@ -113,7 +115,7 @@ def _searchable_rows(source: EmbeddingSet, left_out: dict[str, int]) -> Mask:
     left_out["error"] += len(source.errors)
     for start, stop in _chunks(source):
         without_error = mask[start:stop].copy()
-        finite, usable = searchable(source.rows(start, stop))
+        finite, usable = searchable(source.marks(start, stop))
         left_out["not_finite"] += int((without_error & ~finite).sum())
         left_out["zero"] += int((without_error & finite & ~usable).sum())
         mask[start:stop] &= usable
@@ -131,13 +133,13 @@ def _unique_ids(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[int]]:
     offsets: list[int] = []
     for source in sets:
         ids = source.ids
-        if len(np.unique(ids)) != len(ids):
-            raise DataError(f"{source.folder} uses an id twice; embed it again")
+        if not (np.diff(ids) > 0).all() and len(np.unique(ids)) != len(ids):
+            raise DataError(f"{source.path} uses an id twice; embed it again")
         offset = 0
         if len(ids) and any(np.isin(ids, part).any() for part in parts):
             offset = max(int(part.max()) for part in parts if len(part)) + 1 - int(ids.min())
             if int(ids.max()) + offset > np.iinfo(np.int64).max:
-                raise DataError(f"the ids of {source.folder} cannot be moved behind the others' within 64 bits")
+                raise DataError(f"the ids of {source.path} cannot be moved behind the others' within 64 bits")
         parts.append(ids + offset)
         offsets.append(offset)
     return np.concatenate(parts), offsets
@@ -151,6 +153,6 @@ def _merged_classes(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[str]]:
         table = np.array([*mapped, -1], dtype=np.int64)  # label -1 indexes the last entry
         labels = source.labels
         if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(mapped):
-            raise DataError(f"{source.folder} holds labels outside its {len(mapped)} classes; embed it again")
+            raise DataError(f"{source.path} holds labels outside its {len(mapped)} classes; embed it again")
         parts.append(table[labels])
     return np.concatenate(parts), list(positions)

@@ -135,7 +135,7 @@ def _require_source(source: str | Path) -> None:
 
 
 def _from_set(index: Index, source: EmbeddingSet) -> Queries:
-    between = source.contract_id, index.contract_id, str(source.folder), str(index.folder)
+    between = source.contract_id, index.contract_id, str(source.path), str(index.folder)
     require_contract(*between, source.compatible_with)
     vectors = source.rows(0, len(source))
     return Queries(list(source.keys), vectors, {**_unsearchable(vectors), **source.errors})

@@ -14,6 +14,7 @@ from plsc.embedding.columns import Float32 as Float32
 from plsc.embedding.columns import Float64, is_of_file, written_over
 from plsc.embedding.columns import Int64 as Int64
 from plsc.embedding.columns import Mask as Mask
+from plsc.embedding.columns import searchable as searchable
 from plsc.errors import UsageError, first_line
 
 # Squared lengths in this range neither underflow nor overflow in float64 on the way; others are rescaled first.
@@ -69,13 +70,6 @@ def _rescaled(vectors: Float64) -> Float64:
         raise UsageError(f"vector {int(np.flatnonzero(largest[:, 0] == 0)[0])} is zero, which has no direction")
     scaled: Float64 = vectors / largest
     return scaled
-
-
-def searchable(vectors: Float32) -> tuple[Mask, Mask]:
-    """Masks (n,) of the rows of ``vectors`` (n, D) that are finite, and of those among them that are not zero."""
-    finite = np.logical_and.reduce(np.isfinite(vectors), axis=1)
-    nonzero = np.logical_or.reduce(vectors != 0, axis=1)
-    return finite, finite & nonzero
 
 
 class RowSource:

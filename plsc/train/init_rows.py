@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
 from plsc.errors import DataError, UsageError, quoted
 from plsc.head import ShardedHead
 from plsc.head.class_table import SMALLEST_NORM
@@ -58,7 +58,7 @@ def _check_names(source: str, classes: int, names: Sequence[str]) -> None:
     """Refuse rows whose names, if they have any, are not those of the classes with their numbers."""
     path = Path(source)
     theirs: Sequence[Sequence[str]] = []
-    if path.is_dir():
+    if _is_set(path):
         theirs = [[name] for name in EmbeddingSet(path).class_names]
     elif path.with_suffix(".json").is_file():
         with suppress(DataError):  # of something else
@@ -71,11 +71,15 @@ def _check_names(source: str, classes: int, names: Sequence[str]) -> None:
             )
 
 
+def _is_set(path: Path) -> bool:
+    return path.is_dir() or is_embedding_set(path)
+
+
 def _reader(head: ShardedHead, source: str) -> Callable[[int, int], Tensor]:
     """A function that reads some of this rank's classes, (n, 1 or sub-centres, D), in float32."""
     if Path(source).suffix == ".safetensors":
         return _of_table(head, source)
-    centres = _of_set(head, source) if Path(source).is_dir() else _of_file(head, source)
+    centres = _of_set(head, source) if _is_set(Path(source)) else _of_file(head, source)
     return lambda start, stop: torch.from_numpy(np.array(centres[start:stop], dtype=np.float32))[:, None]
 
 

@@ -1,6 +1,7 @@
-"""Embedding sets as Arrow tables and Parquet files: others read the same bits, and plsc takes the files back."""
+"""Embedding sets as Arrow tables, in Parquet and Lance: others read the same bits, and plsc takes them back."""
 
 import builtins
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plsc.embedding import parquet_sets
-from plsc.embedding.arrow_tables import write_parquet
+from plsc.embedding import table_sets
+from plsc.embedding.arrow_tables import write_table
 from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
-from plsc.embedding.set_writer import SetWriter, ShardRows
+from plsc.embedding.set_writer import SetWriter, ShardRows, write_embedding_set
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import MANIFEST
 from plsc.index import Index
 from plsc.signing import VERIFY_KEY
-from plsc.tools.entry import main
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+lance = pytest.importorskip("lance")
+
+of_both = pytest.mark.parametrize("name", ["x.parquet", "x.lance"])
 
 ROWS, DIM, SHARD = 70, 8, 32
 VECTORS = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
@@ -66,7 +69,7 @@ def bits(vectors: Any, dtype: str) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_others_read_the_same_bits(tmp_path: Path, dtype: str) -> None:
     source = make(tmp_path / "set", dtype)
-    write_parquet(source, tmp_path / "set.parquet")
+    write_table(source, tmp_path / "set.parquet")
     expected = bits(np.concatenate([shard.embeddings for shard in source]), dtype)
     table = pq.read_table(tmp_path / "set.parquet")
     assert table.schema.equals(source.to_arrow().schema, check_metadata=True)
@@ -83,7 +86,7 @@ def test_pandas_and_duckdb_read_the_same_bits(tmp_path: Path, dtype: str) -> Non
     import pandas
 
     source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
-    write_parquet(source, path)
+    write_table(source, path)
     expected = np.concatenate([shard.embeddings for shard in source])
     for frame in (source.to_pandas(), pandas.read_parquet(path)):
         np.testing.assert_array_equal(bits(np.stack(frame["embedding"]), dtype), bits(expected, dtype))
@@ -117,20 +120,28 @@ def test_a_set_without_further_columns_has_none(tmp_path: Path) -> None:
     assert names == ["key", "embedding", "id", "label", "class", "error"]
 
 
-def test_a_file_has_a_row_group_of_each_shard_and_appears_whole(
-    tmp_path: Path,
-) -> None:
-    source, path = make(tmp_path / "set"), tmp_path / "out" / "set.parquet"
+@of_both
+def test_a_table_appears_whole(tmp_path: Path, name: str) -> None:
+    source, path = make(tmp_path / "set"), tmp_path / "out" / name
     path.parent.mkdir()
+    left = path.parent / f".{name}.0123abcd.{2**40}.tmp"  # by a process that was killed
+    if name == "x.parquet":
+        left.touch()
+    else:
+        (left / "data").mkdir(parents=True)
     whole = source.class_names
     source.class_names = FailingNames(whole)
     with pytest.raises(KeyboardInterrupt):
-        write_parquet(source, path)
+        write_table(source, path)
     assert list(path.parent.iterdir()) == []
     source.class_names = whole
-    write_parquet(source, path)
-    assert [path.name for path in path.parent.iterdir()] == ["set.parquet"]
-    metadata = pq.ParquetFile(path).metadata
+    write_table(source, path)
+    assert [path.name for path in path.parent.iterdir()] == [name]
+
+
+def test_a_file_has_a_row_group_of_each_shard(tmp_path: Path) -> None:
+    write_table(make(tmp_path / "set"), tmp_path / "x.parquet")
+    metadata = pq.ParquetFile(tmp_path / "x.parquet").metadata
     assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [32, 32, 6]
 
 
@@ -156,8 +167,11 @@ def test_a_missing_pyarrow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def table(path: Path, /, **columns: Any) -> Path:
-    """A stranger's file."""
-    pq.write_table(pa.table(columns), path)
+    """A stranger's table."""
+    if path.suffix == ".lance":
+        lance.write_dataset(pa.table(columns), path, mode="overwrite", max_rows_per_file=40)
+    else:
+        pq.write_table(pa.table(columns), path)
     return path
 
 
@@ -169,13 +183,15 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
 
 
+@of_both
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
-    monkeypatch.setattr(parquet_sets, "_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
-    source, path = make(tmp_path / "set", dtype), tmp_path / "set.parquet"
-    write_parquet(source, path)
+def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_sets, "_SHARD_ROWS", SHARD)
+    monkeypatch.setattr(table_sets, "_ROWS_AT_ONCE", 5)  # batches that end neither with row groups nor with shards
+    source, path = make(tmp_path / "set", dtype), tmp_path / name
+    write_table(source, path)
     back = EmbeddingSet(path)
+    assert (back.path, list(back.class_names)) == (path, NAMES)
     assert content(back.folder) == content(source.folder)
     assert (back.errors, back.contract_id) == (source.errors, "model-a")
     assert [back.metadata(row) for row in range(ROWS)] == [source.metadata(row) for row in range(ROWS)]
@@ -185,8 +201,9 @@ def test_a_set_comes_back_as_it_was(tmp_path: Path, dtype: str, monkeypatch: pyt
     assert content(tmp_path / "a.idx") == content(tmp_path / "b.idx")
 
 
-def test_a_file_is_made_a_set_once_until_it_is_another(tmp_path: Path) -> None:
-    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+@of_both
+def test_a_table_is_made_a_set_once_until_it_is_another(tmp_path: Path, name: str) -> None:
+    path = table(tmp_path / name, vector=vectors(VECTORS))
     first = EmbeddingSet(path).folder
     stamp = (first / MANIFEST).stat().st_mtime_ns
     assert EmbeddingSet(path).folder == first
@@ -197,10 +214,55 @@ def test_a_file_is_made_a_set_once_until_it_is_another(tmp_path: Path) -> None:
     assert list(first.parent.iterdir()) == [second.folder]
 
 
+def test_of_several_processes_one_makes_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+    lock, made = fcntl.flock, []
+
+    def lost(descriptor: int, operation: int) -> None:
+        """Another process has the lock first, and makes the set."""
+        monkeypatch.setattr(fcntl, "flock", lock)
+        made.append(EmbeddingSet(path).folder)
+        made.append((made[0] / MANIFEST).stat().st_mtime_ns)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lost)
+    folder = EmbeddingSet(path).folder
+    assert [folder, (folder / MANIFEST).stat().st_mtime_ns] == made
+
+
+@pytest.mark.parametrize("labels", ["all", "some", "none"])
+def test_classes_without_rows_stay(tmp_path: Path, labels: str) -> None:
+    given = {"all": [0, 1, 2, 3], "some": [2, -1, 2, 0], "none": [-1] * 4}[labels]
+    about: dict[str, Any] = {"contract_id": "a", "labels": np.array(given), "class_names": ["d", "c", "b", "a"]}
+    write_table(write_embedding_set(tmp_path / "set", VECTORS[:4], **about), tmp_path / "x.parquet")
+    back = EmbeddingSet(tmp_path / "x.parquet")
+    assert (list(back.class_names), back.labels.tolist()) == (["d", "c", "b", "a"], given)
+    whole = pq.read_table(tmp_path / "x.parquet")
+    pq.write_table(whole.slice(0, 1), tmp_path / "y.parquet")  # of a part, some classes are not known any more
+    part = EmbeddingSet(tmp_path / "y.parquet")
+    assert [part.class_names[label] for label in part.labels[part.labels >= 0]] == [
+        "dcba"[each] for each in given[:1] if each >= 0
+    ]
+
+
+def test_names_that_lance_does_not_take_come_back(tmp_path: Path) -> None:
+    names = ["a.b", "a_b", "_rowid", "rowid", "`x`", "", "metadata.key", "key"]
+    rows = [dict.fromkeys(names, str(row)) for row in range(2)]
+    writer = SetWriter(
+        tmp_path / "set", {"contract_id": "a", "dim": DIM, "dtype": "float32", "rows": 2, "shard_rows": 2}
+    )
+    writer.begin()
+    writer.publish(0, ShardRows(0, VECTORS[:2], np.arange(2), np.full(2, -1), ["a", "b"], metadata=rows))
+    write_table(writer.finish([]), tmp_path / "x.lance")
+    found = EmbeddingSet(tmp_path / "x.lance")
+    assert [found.metadata(row) for row in range(2)] == rows
+    assert "rowid_" in lance.dataset(tmp_path / "x.lance").schema.names
+
+
 def test_a_conversion_that_fails_leaves_nothing_and_goes_well_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_sets, "_SHARD_ROWS", SHARD)
+    monkeypatch.setattr(table_sets, "_SHARD_ROWS", SHARD)
     path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
     publish = SetWriter.publish
 
@@ -230,13 +292,20 @@ def test_strangers_columns_are_taken(tmp_path: Path, kind: str) -> None:
         label=pa.array(["Zoë", "Ada", None, "Ada", "Zoë", "Ada"]).dictionary_encode(),
         age=[1, None, 3, 4, 5, 6],
         nested=[[1]] * 6,
+        born=pa.array([0, None, 2, 3, 4, 5], pa.date32()),
+        seen=pa.array([0] * 6, pa.timestamp("ms", "Europe/Berlin")),
+        views=pa.array(["Å", *"bcdef"], pa.string_view()),
+        price=pa.array([1] * 6, pa.int32()).cast(pa.decimal128(12, 2)),
     )
     found = EmbeddingSet(path)
     assert (found.contract_id, list(found.keys), found.ids.tolist()) == ("unknown", list("ab2def"), [7, 6, 5, 4, 3, 2])
     assert (list(found.class_names), found.labels.tolist()) == (["Ada", "Zoë"], [1, 0, -1, 0, 1, 0])
     np.testing.assert_array_equal(found.rows(0, 6), [row or [0, 0] for row in rows])
     assert list(found.errors) == [1]
-    assert [found.metadata(row) for row in (0, 1)] == [{"age": "1"}, {}]
+    assert [found.metadata(row) for row in (0, 1)] == [
+        {"age": "1", "born": "1970-01-01", "seen": "1970-01-01 00:00:00.000", "views": "Å", "price": "1.00"},
+        {"seen": "1970-01-01 00:00:00.000", "views": "b", "price": "1.00"},
+    ]
     index = Index.build(path, tmp_path / "x.idx", quiet=True)
     assert index.manifest["left_out"] == {"error": 1, "not_finite": 2, "zero": 1}
 
@@ -289,29 +358,60 @@ def test_every_cut_file_is_refused(tmp_path: Path) -> None:
             EmbeddingSet(path)
 
 
-def test_a_file_of_pictures_is_no_set(tmp_path: Path) -> None:
+def test_a_cut_table_in_lance_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.lance", vector=vectors(VECTORS[:3]))
+    EmbeddingSet(path)
+    for file in [*(path / "data").iterdir(), *(path / "_versions").glob("*.manifest")]:
+        whole = file.read_bytes()
+        for length in range(3, len(whole), 101):
+            file.write_bytes(whole[:length])
+            with pytest.raises(DataError, match=r"x\.lance cannot be read as Lance: [^\n]*; use another copy"):
+                EmbeddingSet(path)
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".lance"])
+def test_a_table_of_pictures_is_no_set(tmp_path: Path, suffix: str) -> None:
     columns = {"embedding": vectors(VECTORS[:1])}
-    assert is_embedding_set(table(tmp_path / "a.parquet", **columns))
-    assert not is_embedding_set(table(tmp_path / "b.parquet", **columns, image=[b"picture"]))
-    assert not is_embedding_set(table(tmp_path / "c.parquet", image=[b"picture"]))
-    assert not is_embedding_set(tmp_path / "none.parquet")
+    assert is_embedding_set(table(tmp_path / f"a{suffix}", **columns))
+    assert not is_embedding_set(table(tmp_path / f"b{suffix}", **columns, image=[b"picture"]))
+    assert not is_embedding_set(table(tmp_path / f"c{suffix}", image=[b"picture"]))
+    assert not is_embedding_set(tmp_path / f"none{suffix}")
 
 
-def test_a_file_is_refused_where_signatures_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS))
+def test_a_folder_is_a_set_whatever_its_name(tmp_path: Path) -> None:
+    write_embedding_set(tmp_path / "x.lance", VECTORS, contract_id="a")
+    assert is_embedding_set(tmp_path / "x.lance")
+    assert len(EmbeddingSet(tmp_path / "x.lance")) == ROWS
+
+
+def test_a_table_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.lance", vector=vectors(VECTORS))
+    file = next((path / "data").iterdir())
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="it lies outside of"):
+        EmbeddingSet(path)
+
+
+def test_what_is_said_names_the_table(tmp_path: Path) -> None:
+    path = table(tmp_path / "x.parquet", vector=vectors(VECTORS), id=[1] * ROWS)
+    with pytest.raises(DataError, match=r"^\S*/x\.parquet uses an id twice"):
+        Index.build(path, tmp_path / "x.idx", quiet=True)
+    path = table(tmp_path / "y.parquet", vector=vectors(VECTORS))
+    with pytest.raises(UsageError, match=r"^\S*/y\.parquet is given twice"):
+        Index.build([path, path], tmp_path / "x.idx", quiet=True)
+    index = Index.build(path, tmp_path / "x.idx", quiet=True)
+    assert index.manifest["sets"][0]["path"] == str(path)
+    assert str(path) in repr(EmbeddingSet(path))
+
+
+@of_both
+def test_a_table_is_refused_where_signatures_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = table(tmp_path / name, vector=vectors(VECTORS))
     EmbeddingSet(path)
     monkeypatch.setenv(VERIFY_KEY, "key.pem")
     with pytest.raises(IntegrityError, match="carries no signature"):
         EmbeddingSet(path)
-
-
-def test_commands_take_a_file(tmp_path: Path) -> None:
-    write_parquet(make(tmp_path / "set", whole=True), path := tmp_path / "set.parquet")
-    assert main(["index", "build", str(path), "--out", str(tmp_path / "x.idx")]) == 0
-    assert main(["index", "search", str(tmp_path / "x.idx"), "--query", str(path), "--json", str(tmp_path / "m")]) == 0
-    found = json.loads((tmp_path / "m").read_text())["queries"]
-    assert [query["matches"][0]["key"] for query in found] == [f"é {row}.jpg" for row in range(ROWS)]
-    assert main(["gallery", "import", str(tmp_path / "store"), "people", str(path)]) == 0
-    assert main(["cluster", str(path), "--out", str(tmp_path / "clusters"), "--k", "3"]) == 0
-    assert main(["eval", "--probe", "knn", "--data", str(path)]) == 0
-    assert main(["index", "build", str(table(tmp_path / "y.parquet", n=[1])), "--out", str(tmp_path / "y.idx")]) == 2

@@ -9,6 +9,7 @@ from safetensors.torch import save, save_file
 from support.tiny_runs import refusal, run, run_until, stored
 
 import plsc
+from plsc.embedding.arrow_tables import write_table
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_gather_rows
@@ -57,12 +58,16 @@ def test_rows_begin_at_those_of_a_table(ranks, tmp_path, centers, dtype):
     assert not torch.equal(before, after)
 
 
-def test_rows_begin_at_the_means_of_a_sets_labels(ranks, tmp_path):
+@pytest.mark.parametrize("name", ["set.emb", "set.parquet", "set.lance"])
+def test_rows_begin_at_the_means_of_a_sets_labels(ranks, tmp_path, name):
     generator = np.random.default_rng(1)
     rows, labels = generator.normal(size=(40, 8)).astype(np.float32), generator.integers(0, 6, 40)
     names = [str(number) for number in range(7)]
-    write_embedding_set(tmp_path / "set.emb", rows, contract_id="c", labels=labels, class_names=names)
-    before, after, _ = ranks(2, first_rows, tmp_path / "set.emb", {})[0]
+    made = write_embedding_set(tmp_path / "set.emb", rows, contract_id="c", labels=labels, class_names=names)
+    if name != "set.emb":
+        pytest.importorskip("pyarrow" if name == "set.parquet" else "lance")
+        write_table(made, tmp_path / name)
+    before, after, _ = ranks(2, first_rows, tmp_path / name, {})[0]
     unit = rows.astype(np.float64) / np.linalg.norm(rows, axis=1, keepdims=True)
     for label in range(6):
         mean = unit[labels == label].sum(0)

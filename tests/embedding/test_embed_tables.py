@@ -1,4 +1,4 @@
-"""plsc embed --out X.parquet: resumed wherever it was stopped, and whole or absent."""
+"""plsc embed --out X.parquet and X.lance: resumed wherever it was stopped, and whole or absent."""
 
 import shutil
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_command
 
 from plsc import models
 from plsc.embedding import arrow_tables
@@ -16,6 +17,10 @@ from plsc.tools.entry import main
 
 pq = pytest.importorskip("pyarrow.parquet")
 
+pa = pytest.importorskip("pyarrow")
+lance = pytest.importorskip("lance")
+
+of_both = pytest.mark.parametrize("name", ["x.parquet", "x.lance"])
 IMAGES = 260  # two shards
 
 
@@ -36,6 +41,14 @@ def expected(model: Path) -> Any:
 
 def run(model: Path, out: Path, *more: str) -> int:
     return main(["embed", str(model), "--data", f"avatars:{IMAGES}x1", "--workers", "0", "--out", str(out), *more])
+
+
+def read(path: Path) -> Any:
+    """A table as others read it, but for the name that Lance gives to a list's elements."""
+    found = pq.read_table(path) if path.is_file() else lance.dataset(path).to_table()
+    place = found.schema.get_field_index("embedding")
+    kind = pa.list_(pa.field("element", found.schema.field(place).type.value_type), 8)
+    return found.set_column(place, pa.field("embedding", kind), found.column(place).cast(kind))
 
 
 def names(folder: Path) -> list[str]:
@@ -59,31 +72,32 @@ class Stop:
 STOPS = {
     "the second shard": (SetWriter, "publish", 1, IMAGES - 256),
     "the end of the set": (SetWriter, "finish", 0, 0),
-    "the file": (arrow_tables, "batches_of", 0, 0),
+    "the table": (arrow_tables, "batches_of", 0, 0),
     "the removal of the folder": (shutil, "rmtree", 0, 0),
 }
 
 
+@of_both
 @pytest.mark.parametrize(("where", "overwrite"), [*((where, False) for where in STOPS), ("the second shard", True)])
 def test_the_same_command_goes_on(
-    model: Path, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool
+    model: Path, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool, name: str
 ) -> None:
-    path, more = tmp_path / "x.parquet", ["--overwrite"] if overwrite else []
-    owner, name, number, left = STOPS[where]
+    path, more = tmp_path / name, ["--overwrite"] if overwrite else []
+    owner, function, number, left = STOPS[where]
     if owner is shutil:
         owner = type("shutil", (), {"rmtree": shutil.rmtree})
         monkeypatch.setattr(embed, "shutil", owner)
-    former = getattr(owner, name)
+    former = getattr(owner, function)
     stop = Stop(former, number)
-    monkeypatch.setattr(owner, name, lambda *args, **options: stop(*args, **options))
+    monkeypatch.setattr(owner, function, lambda *args, **options: stop(*args, **options))
     assert run(model, path, *more) == 130
-    assert names(tmp_path) == [".x.parquet.emb", *(["x.parquet"] if where == "the removal of the folder" else [])]
-    monkeypatch.setattr(owner, name, former)
+    assert names(tmp_path) == [f".{name}.emb", *([name] if where == "the removal of the folder" else [])]
+    monkeypatch.setattr(owner, function, former)
     assert run(model, path, *more, "--json", str(tmp_path / "result.json")) == 0
     assert f'"embedded": {left},' in (tmp_path / "result.json").read_text()
-    assert names(tmp_path) == ["result.json", "x.parquet"]
-    assert pq.read_table(path).equals(expected)
-    assert pq.ParquetFile(path).metadata.num_row_groups == 2
+    assert names(tmp_path) == ["result.json", name]
+    assert read(path).equals(expected)
+    assert name == "x.lance" or pq.ParquetFile(path).metadata.num_row_groups == 2
 
 
 def test_a_file_that_is_there_is_replaced_on_request(model: Path, expected: Any, tmp_path: Path) -> None:
@@ -92,13 +106,26 @@ def test_a_file_that_is_there_is_replaced_on_request(model: Path, expected: Any,
     assert run(model, path) == 2
     assert (path.read_bytes(), names(tmp_path)) == (b"precious", ["x.parquet"])
     assert run(model, path, "--overwrite") == 0
-    assert pq.read_table(path).equals(expected)
+    assert read(path).equals(expected)
 
 
+def test_a_table_in_lance_is_replaced_on_request_and_nothing_else(model: Path, expected: Any, tmp_path: Path) -> None:
+    path, other = tmp_path / "x.lance", tmp_path / "y.lance"
+    lance.write_dataset(pa.table({"n": [1]}), path)
+    other.mkdir()
+    (other / "precious").touch()
+    assert (run(model, path), run(model, other, "--overwrite")) == (2, 2)
+    assert (lance.dataset(path).to_table().to_pydict(), names(other)) == ({"n": [1]}, ["precious"])
+    assert run(model, path, "--overwrite") == 0
+    assert read(path).equals(expected)
+    assert names(tmp_path) == ["x.lance", "y.lance"]
+
+
+@of_both
 def test_other_settings_are_refused_or_start_anew(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    path = tmp_path / "x.parquet"
+    path = tmp_path / name
     with monkeypatch.context() as patch:
         patch.setattr(SetWriter, "finish", Stop(SetWriter.finish, 0))
         assert run(model, path) == 130
@@ -106,10 +133,11 @@ def test_other_settings_are_refused_or_start_anew(
     assert "was begun with dtype float32, and now it is float16" in capsys.readouterr().err
     assert run(model, path, "--dtype", "float16", "--overwrite") == 0
     assert EmbeddingSet(path).manifest["dtype"] == "float16"
-    assert names(tmp_path) == [".plsc-index", "x.parquet"]
+    assert names(tmp_path) == [".plsc-index", name]
 
 
-def test_a_signature_has_no_place(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@of_both
+def test_a_signature_has_no_place(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -117,6 +145,16 @@ def test_a_signature_has_no_place(model: Path, tmp_path: Path, capsys: pytest.Ca
     key = tmp_path / "key.pem"
     key.touch(mode=0o600)
     key.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    assert run(model, tmp_path / "x.parquet", "--sign", str(key)) == 2
-    assert "Parquet has no place for it" in capsys.readouterr().err
+    assert run(model, tmp_path / name, "--sign", str(key)) == 2
+    assert "has no place for it" in capsys.readouterr().err
     assert names(tmp_path) == ["key.pem"]
+
+
+@of_both
+@pytest.mark.live
+def test_of_two_processes_it_has_the_same_rows(model: Path, expected: Any, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    words = ["embed", str(model), "--data", f"avatars:{IMAGES}x1", "--workers", "0", "--nproc", "2"]
+    assert run_command(*words, "--out", str(path)).returncode == 0
+    assert names(tmp_path) == [name]
+    assert read(path).equals(expected)
