@@ -22,7 +22,7 @@ import plsc
 from plsc.data.alignment import align_face, read_landmarks
 from plsc.data.codec import to_rgb_tensor
 from plsc.embedding.detector import Detector, open_detector
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.errors import DataError
 from plsc.evaluation.pairs import verification
 from plsc.models.preprocessing import resize_image
@@ -89,7 +89,7 @@ def distance(points: Points, others: Points) -> float:
     )
 
 
-def accuracy(model: Embedder, folder: Path, points: Points, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+def accuracy(model: EmbeddingModel, folder: Path, points: Points, pairs: list[tuple[str, str]]) -> tuple[float, float]:
     """Mean and standard deviation of the accuracy over ten folds of ``pairs``, whose faces all have ``points``."""
     keys = sorted({key for pair in pairs for key in pair})
     crops = [align_face(picture(folder, key), points[key], 112, key) for key in keys]

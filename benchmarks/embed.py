@@ -22,12 +22,12 @@ from plsc import models
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.avatars import AvatarDataset
 from plsc.data.convert import convert
-from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, open_embedder
 from plsc.embedding.extract import extract
 from plsc.parallel import Mesh
 
 
-def bare_rate(embedder: Embedder, images: torch.Tensor, batch_size: int) -> float:
+def bare_rate(embedder: EmbeddingModel, images: torch.Tensor, batch_size: int) -> float:
     """Images a second of the model alone, on uint8 (N, 3, S, S).
 
     In a thread that is not the main one, like `plsc embed`: there OpenMP's threads soon sleep when they wait for each
@@ -41,7 +41,7 @@ def bare_rate(embedder: Embedder, images: torch.Tensor, batch_size: int) -> floa
 
 
 def embed_rate(
-    embedder: Embedder, dataset: ImageDataset, folder: Path, batch_size: int, workers: int, mesh: Mesh
+    embedder: EmbeddingModel, dataset: ImageDataset, folder: Path, batch_size: int, workers: int, mesh: Mesh
 ) -> tuple[float, str]:
     """Images a second of the whole command, and what it says that binds it."""
     start = time.perf_counter()

@@ -24,7 +24,7 @@ from results_file import add_row, script_parser
 from torch.nn.functional import cosine_similarity
 
 from plsc.embedding import onnx_deployment
-from plsc.embedding.embedder import Embedder, model_file, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, model_file, open_embedder
 from plsc.embedding.export import CPU, export_onnx, reduce_onnx
 from plsc.embedding.onnx_deployment import NORMALISATIONS, OnnxForm
 from plsc.embedding.onnx_source import open_source
@@ -51,7 +51,7 @@ def exporter(path: Path) -> tuple[str, Preprocessing, Callable[..., dict[str, An
     return model.name, model.preprocessing, partial(export_onnx, model)
 
 
-def rates_in_turn(embedders: dict[str, Embedder], images: torch.Tensor, turns: int) -> dict[str, float]:
+def rates_in_turn(embedders: dict[str, EmbeddingModel], images: torch.Tensor, turns: int) -> dict[str, float]:
     """Images a second of each, the median of the turns; the first turn is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in embedders}
     for _ in range(turns + 1):

@@ -21,7 +21,7 @@ from plsc.data.dataset import ImageDataset
 from plsc.embedding.embedder import (
     AUTO,
     PRECISIONS,
-    Embedder,
+    EmbeddingModel,
     auto_precision,
     backbone_engine,
     model_file,
@@ -59,7 +59,7 @@ def load_model(
     best: bool = False,
     provider: str = "auto",
     module: nn.Module | None = None,
-) -> Embedder:
+) -> EmbeddingModel:
     """Load a model that turns images into embeddings.
 
     Args:
@@ -115,7 +115,7 @@ def backbone_embedder(
     precision: str = AUTO,
     mesh: Mesh | None = None,
     source: str | None = None,
-) -> Embedder:
+) -> EmbeddingModel:
     """Make a backbone in memory ready to embed: as :func:`plsc.embedding.embedder.open_embedder` makes one of a file.
 
     The backbone is put into evaluation mode, onto the device. ``source`` stands in messages; None: its name.
@@ -125,11 +125,11 @@ def backbone_embedder(
         precision = auto_precision(Path(), mesh or Mesh(0, 1, 0, device))
     elif precision not in PRECISIONS:
         raise UsageError(f"precision is {precision!r}; it has to be one of {', '.join((AUTO, *PRECISIONS))}")
-    return Embedder(backbone_engine(backbone, device, precision, channels_last=True), source or backbone.name)
+    return EmbeddingModel(backbone_engine(backbone, device, precision, channels_last=True), source or backbone.name)
 
 
 def embed(
-    model: Embedder | str | Path | nn.Module,
+    model: EmbeddingModel | str | Path | nn.Module,
     images: ImageSource | ImageDataset,
     *,
     flip: bool = False,
@@ -164,7 +164,7 @@ def embed(
         UsageError: there is no such source, or something in the sequence is no image.
         DataError: an image has a problem, and ``errors`` is None.
     """
-    embedder = model if isinstance(model, Embedder) else load_model(model)
+    embedder = model if isinstance(model, EmbeddingModel) else load_model(model)
     batch_size, workers = as_integer(batch_size, "batch_size", 1), as_integer(workers, "workers", 0)
     if isinstance(images, ImageDataset):
         if landmarks is not None or detector is not None:
@@ -188,7 +188,7 @@ def embed(
 
 
 def evaluate(
-    model: Embedder | str | Path | nn.Module,
+    model: EmbeddingModel | str | Path | nn.Module,
     sets: str | Path | Sequence[str | Path] = (),
     *,
     ijb: str | Path | None = None,
@@ -232,7 +232,7 @@ def evaluate(
     batch_size, seed = as_integer(batch_size, "batch_size", 1), as_integer(seed, "seed", 0)
     mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
     function: Embed
-    if isinstance(model, Embedder):
+    if isinstance(model, EmbeddingModel):
         name, function, contract = model.source, model, model.preprocessing
     elif model == RAW_PIXELS:
         name, function, contract = RAW_PIXELS, raw_pixels, Preprocessing(image_size)
@@ -262,7 +262,7 @@ def evaluate(
     )
     if ijb is not None:
         results |= evaluate_ijb(function, Path(ijb), **options)
-    contract_id = function.contract_id if isinstance(function, Embedder) else None
+    contract_id = function.contract_id if isinstance(function, EmbeddingModel) else None
     return {"model": name, "contract_id": contract_id, "sets": results}
 
 

@@ -18,7 +18,7 @@ from plsc.client import ServerError
 from plsc.data import write_pairs
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import encode_image
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
 from plsc.losses import Margin
@@ -51,11 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Embedder:
+def model(folder: Path) -> EmbeddingModel:
     return plsc.load_model(folder / "model.safetensors", device="cpu")
 
 
-def by_hand(model: Embedder, seeds: list[int], flip: bool = False) -> np.ndarray:
+def by_hand(model: EmbeddingModel, seeds: list[int], flip: bool = False) -> np.ndarray:
     images = torch.stack([resize_image(noise(seed), SIZE) for seed in seeds])
     rows = model(images)
     return ((rows + model(images.flip(-1))) / 2 if flip else rows).numpy()
@@ -209,7 +209,7 @@ def test_a_broken_picture_raises_unless_errors_are_collected(folder, model):
 
 
 def test_a_model_that_answers_nan_is_an_error_of_its_rows(model, monkeypatch):
-    monkeypatch.setattr(Embedder, "__call__", lambda self, images: torch.full((len(images), DIM), torch.nan))
+    monkeypatch.setattr(EmbeddingModel, "__call__", lambda self, images: torch.full((len(images), DIM), torch.nan))
     with pytest.raises(DataError, match="image 0: the model's embedding is not finite"):
         plsc.embed(model, [noise(0)])
 
@@ -509,6 +509,6 @@ def test_objects_say_what_they_are(folder, model, tmp_path):
     opened = plsc.Index.open(tmp_path / "people.idx")
     assert repr(opened) == f"<plsc.Index at {tmp_path / 'people.idx'}: exact, 4 vectors of 4>"
     images = f"(B, 3, {SIZE}, {SIZE}) uint8 -> (B, {DIM}) float32"
-    assert repr(model) == f"<Embedder of {folder / 'model.safetensors'}: {images}, computed in fp32>"
+    assert repr(model) == f"<EmbeddingModel of {folder / 'model.safetensors'}: {images}, computed in fp32>"
     pictures = plsc.open_images(folder / "good", SIZE)
     assert repr(pictures) == f"<LooseImages of {folder / 'good'}: 6 images of 0 classes>"

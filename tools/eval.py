@@ -66,7 +66,7 @@ from plsc.tools.entry import (
 )
 
 if TYPE_CHECKING:
-    from plsc.embedding.embedder import Embedder
+    from plsc.embedding.embedder import EmbeddingModel
     from plsc.evaluation.roc import Roc
     from plsc.parallel.mesh import Mesh
 
@@ -289,7 +289,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any] | None:
     return {"old": args.old, "new": args.new, "contract_ids": contracts, "sets": sets}
 
 
-def _open(args: argparse.Namespace, mesh: "Mesh", model: str | None = None) -> "Embedder":
+def _open(args: argparse.Namespace, mesh: "Mesh", model: str | None = None) -> "EmbeddingModel":
     from plsc.embedding.embedder import open_embedder
 
     options = {"precision": args.precision, "best": args.best, "provider": args.provider}
@@ -344,7 +344,7 @@ def _check_measured(result: dict[str, Any], json: Path | None) -> None:
         note(f"warning: {text}")
 
 
-def _calibrate(args: argparse.Namespace, model: "Embedder", rocs: "dict[str, Roc]", images: int) -> None:
+def _calibrate(args: argparse.Namespace, model: "EmbeddingModel", rocs: "dict[str, Roc]", images: int) -> None:
     from plsc.embedding.embedder import contract_of
     from plsc.evaluation.calibration import calibrate, write_calibration
 

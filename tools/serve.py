@@ -32,7 +32,7 @@ from plsc.tools.entry import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from plsc.embedding.embedder import Embedder
+    from plsc.embedding.embedder import EmbeddingModel
     from plsc.evaluation.calibration import Calibration
     from plsc.gallery.store import Store
     from plsc.serve.observability import Metrics
@@ -323,7 +323,7 @@ def _warn_of_moved(store: "Store", contract_id: str, model: str) -> None:
             )
 
 
-def _embed_blank(embedder: "Embedder") -> None:
+def _embed_blank(embedder: "EmbeddingModel") -> None:
     """Resize and embed a blank picture, so that nobody's first request waits seconds for imports and compilation."""
     import torch
 

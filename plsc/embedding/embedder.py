@@ -44,7 +44,7 @@ class Engine(Protocol):
         """(B, 3, H, W) uint8, B > 0 -> (B, D) float32 on the CPU."""
 
 
-class Embedder:
+class EmbeddingModel:
     """A model ready to embed.
 
     Attributes:
@@ -82,7 +82,7 @@ class Embedder:
         """Return what it makes of what, and the file."""
         height, width = height_and_width(self.image_size)
         shapes = f"(B, 3, {height}, {width}) uint8 -> (B, {self.embedding_dim}) float32"
-        return f"<Embedder of {self.source}: {shapes}, computed in {self.precision}>"
+        return f"<EmbeddingModel of {self.source}: {shapes}, computed in {self.precision}>"
 
     def __call__(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 RGB -> (B, D) float32 on the CPU, not normalised.
@@ -103,22 +103,22 @@ class Embedder:
         return self._engine.run(images_u8)
 
 
-def contract_of(embedder: Embedder, flip: bool) -> str:
+def contract_of(embedder: EmbeddingModel, flip: bool) -> str:
     """The contract id of embeddings: the embedder's, marked where they are averages over image and mirror image."""
     return embedder.contract_id + (FLIP_SUFFIX if flip else "")
 
 
-def own_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
+def own_contracts(embedder: EmbeddingModel, flip: bool) -> tuple[str, ...]:
     """The contract ids of the embedder's own embeddings: :func:`contract_of`, and those of earlier versions."""
     return tuple(each + (FLIP_SUFFIX if flip else "") for each in (embedder.contract_id, *embedder.former_ids))
 
 
-def compatible_contracts(embedder: Embedder, flip: bool) -> tuple[str, ...]:
+def compatible_contracts(embedder: EmbeddingModel, flip: bool) -> tuple[str, ...]:
     """The contract ids that embeddings may be compared with besides :func:`contract_of`."""
     return tuple(each + (FLIP_SUFFIX if flip else "") for each in (*embedder.compatible_with, *embedder.former_ids))
 
 
-def stated_contracts(embedder: Embedder, flip: bool, alignment: str) -> dict[str, Any]:
+def stated_contracts(embedder: EmbeddingModel, flip: bool, alignment: str) -> dict[str, Any]:
     """What a set's manifest states of how its embeddings were made; ``alignment`` is "" where there is none."""
     return {
         "contract_id": contract_of(embedder, flip),
@@ -130,14 +130,14 @@ def stated_contracts(embedder: Embedder, flip: bool, alignment: str) -> dict[str
     }
 
 
-def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
+def embed_images(embedder: EmbeddingModel, images: Tensor, flip: bool) -> Tensor:
     """Embed uint8 (B, 3, H, W) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
     if not flip:
         return embedder(images)
     return (embedder(images) + embedder(images.flip(-1))) / 2
 
 
-def embed_whole(embedder: Embedder, images: Tensor, flip: bool, batch_size: int) -> Tensor:
+def embed_whole(embedder: EmbeddingModel, images: Tensor, flip: bool, batch_size: int) -> Tensor:
     """As :func:`embed_images`, in runs of one size, the last of which is filled up with black.
 
     Kernels are chosen by the size of a batch, and differ in the last bits. In runs of one size a row's bits are those
@@ -201,7 +201,7 @@ def open_embedder(
     best: bool = False,
     mesh: Mesh | None = None,
     provider: str = AUTO,
-) -> Embedder:
+) -> EmbeddingModel:
     """Open a model for embedding.
 
     Args:
@@ -228,7 +228,7 @@ def open_embedder(
     path = model_file(source, best=best)
     if precision == AUTO:
         precision = auto_precision(path, mesh or Mesh(0, 1, 0, device))
-    return Embedder(_engine(path, device, precision, architecture, provider), str(path if best else source))
+    return EmbeddingModel(_engine(path, device, precision, architecture, provider), str(path if best else source))
 
 
 def auto_precision(path: Path, mesh: Mesh) -> str:

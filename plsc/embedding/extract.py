@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from plsc.data import ImageDataset
 from plsc.data.identity import contents_id, counts, samples_id
 from plsc.data.loader import report_killed_workers
-from plsc.embedding.embedder import Embedder, embed_whole, stated_contracts
+from plsc.embedding.embedder import EmbeddingModel, embed_whole, stated_contracts
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embed, StallTimes, decode_loader, embedded_batches, fill_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
@@ -49,7 +49,7 @@ class _Work:
 
 
 def extract(
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     dataset: ImageDataset,
     folder: str | Path,
     mesh: Mesh,
@@ -127,7 +127,7 @@ def extract(
     return _summary(final, works, dataset)
 
 
-def _settings(embedder: Embedder, dataset: ImageDataset, data_id: str, *, flip: bool) -> dict[str, Any]:
+def _settings(embedder: EmbeddingModel, dataset: ImageDataset, data_id: str, *, flip: bool) -> dict[str, Any]:
     """What a set's manifest states of the model and the images: a call with others does not go on with the set."""
     of_model = stated_contracts(embedder, flip, dataset.alignment)
     return {"contract_id": of_model["contract_id"], "data_id": data_id, "rows": len(dataset)} | of_model
@@ -165,7 +165,7 @@ def _former_data_id(dataset: ImageDataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(embedder: Embedder, dataset: ImageDataset, mesh: Mesh) -> None:
+def _check(embedder: EmbeddingModel, dataset: ImageDataset, mesh: Mesh) -> None:
     first, *others = all_gather_object(counts(dataset), mesh)
     for rank, seen in enumerate(others, 1):
         if seen != first:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from plsc.data import ImageDataset
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.embedding.columns import Array, Float32, Mask
-from plsc.embedding.embedder import Embedder, embed_images
+from plsc.embedding.embedder import EmbeddingModel, embed_images
 from plsc.errors import DataError, PlscError
 from plsc.models.preprocessing import (
     Preprocessing,
@@ -118,7 +118,7 @@ def embedded_batches(embed: Embed, stream: Iterator[Any], stalls: StallTimes) ->
 
 @report_killed_workers()
 def embed_dataset(
-    embedder: Embedder, dataset: ImageDataset, *, batch_size: int = 64, workers: int = 0, flip: bool = False
+    embedder: EmbeddingModel, dataset: ImageDataset, *, batch_size: int = 64, workers: int = 0, flip: bool = False
 ) -> Embedded:
     """Embed every image of a data set into memory.
 

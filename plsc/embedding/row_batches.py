@@ -19,13 +19,20 @@ from plsc.arguments import as_integer
 from plsc.data import ImageDataset
 from plsc.data.alignment import AlignedImages
 from plsc.data.codec import to_rgb_tensor
-from plsc.embedding.arrow_tables import ABOUT, load_pyarrow
+from plsc.embedding.arrow_tables import load_pyarrow
 from plsc.embedding.detector import DetectedLandmarks
-from plsc.embedding.embedder import Embedder as Model
-from plsc.embedding.embedder import embed_whole, is_named_model, model_file, open_embedder, stated_contracts
+from plsc.embedding.embedder import (
+    EmbeddingModel,
+    embed_whole,
+    is_named_model,
+    model_file,
+    open_embedder,
+    stated_contracts,
+)
 from plsc.embedding.embedding_set import FORMAT, VERSION
 from plsc.embedding.pipeline import StallTimes, decoded_ahead, default_batch_size, embedded_batches, fill_rows
 from plsc.embedding.set_writer import DTYPES
+from plsc.embedding.table_formats import ABOUT
 from plsc.errors import UsageError
 from plsc.parallel.mesh import to_device
 
@@ -141,7 +148,7 @@ class Embedder:
 class _Opened:
     """The model of a process, and the locator of faces, if they are to be looked for."""
 
-    model: Model
+    model: EmbeddingModel
     device: torch.device
     locate: DetectedLandmarks | None
     process: int

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from plsc.embedding.columns import Float32, Mask
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.embedding.pipeline import embed_on_ranks
 from plsc.errors import DataError, UsageError
 from plsc.evaluation.calibration import operating_point
@@ -27,8 +27,8 @@ CELLS = ("old/old", "old/new", "new/old", "new/new")  # query's model/gallery's 
 
 
 def evaluate_cells(
-    old: Embedder,
-    new: Embedder,
+    old: EmbeddingModel,
+    new: EmbeddingModel,
     sets: Sequence[str],
     *,
     mesh: Mesh,
@@ -76,7 +76,7 @@ def evaluate_cells(
     return results
 
 
-def check_widths(old: Embedder, new: Embedder) -> None:
+def check_widths(old: EmbeddingModel, new: EmbeddingModel) -> None:
     """Raise UsageError where embeddings of two models are of different widths."""
     if old.embedding_dim != new.embedding_dim:
         raise UsageError(

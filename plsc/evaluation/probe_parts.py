@@ -7,7 +7,7 @@ import numpy as np
 
 from plsc.data import open_dataset
 from plsc.embedding.columns import Float32, Int64
-from plsc.embedding.embedder import Embedder, contract_of
+from plsc.embedding.embedder import EmbeddingModel, contract_of
 from plsc.embedding.embedding_set import EmbeddingSet, require_contract, same_contract
 from plsc.embedding.embedding_set import is_embedding_set as is_embedding_set
 from plsc.embedding.pipeline import Embed, embed_on_ranks
@@ -31,7 +31,7 @@ class PartReader:
         image_size: of pixels.
     """
 
-    model: Embedder | None
+    model: EmbeddingModel | None
     mesh: Mesh
     batch_size: int = 64
     flip: bool = False

@@ -19,7 +19,7 @@ from plsc.progress import counted, note, printable
 if TYPE_CHECKING:
     from plsc.client import Client, Input, Match
     from plsc.data import ImageDataset
-    from plsc.embedding.embedder import Embedder
+    from plsc.embedding.embedder import EmbeddingModel
 
 SEARCHED_AT_ONCE = 1024  # queries
 REQUEST_QUERIES = 16  # small enough that pictures of a camera's size fit into a request's body
@@ -147,7 +147,7 @@ def _unsearchable(vectors: Float32) -> dict[int, str]:
     return {**reasons, **{int(row): "the embedding is not finite" for row in np.flatnonzero(~finite)}}
 
 
-def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder":
+def _open_model(index: Index, model: str | Path | None, best: bool) -> "EmbeddingModel":
     from plsc.embedding.embedder import is_named_model, open_embedder
 
     remembered = index.manifest["model"]
@@ -158,7 +158,7 @@ def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder
     return open_embedder(remembered if model is None else model, best=best)
 
 
-def _from_images(index: Index, source: str | Path, embedder: "Embedder", detector: str | None) -> Queries:
+def _from_images(index: Index, source: str | Path, embedder: "EmbeddingModel", detector: str | None) -> Queries:
     from plsc.embedding.embedder import compatible_contracts, contract_of
     from plsc.embedding.pipeline import embed_dataset
     from plsc.embedding.sources import open_images

@@ -11,7 +11,7 @@ from plsc.api import embed
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.avatars import parse_spec
 from plsc.data.codec import encode_image
-from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.evaluation.calibration import calibrate, write_calibration
 from plsc.evaluation.roc import Roc
@@ -91,7 +91,7 @@ def _enrol(store: Store, folder: Path, pictures: ImageDataset, embeddings: Embed
 
 
 def _try(
-    store: Store, embedder: Embedder, pictures: ImageDataset, rows: Sequence[int], persons: Sequence[int | None]
+    store: Store, embedder: EmbeddingModel, pictures: ImageDataset, rows: Sequence[int], persons: Sequence[int | None]
 ) -> list[Trial]:
     """Search by pictures as files, of which person each is; as the service does, which gets the same bytes."""
     files = [encode_image(pictures.image(row), "jpeg") for row in rows]

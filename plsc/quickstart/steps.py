@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plsc import config as configuration
-from plsc.embedding.embedder import Embedder, backbone_engine, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, backbone_engine, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.export import export_onnx
 from plsc.embedding.pipeline import ImageSource
@@ -136,7 +136,7 @@ def _evaluate(paths: QuickstartPaths) -> tuple[dict[str, dict[str, Any]], dict[s
     torch.manual_seed(config.seed)
     fresh = create(config.backbone, embedding_dim=config.embedding_dim, image_size=trained.image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    untrained = Embedder(backbone_engine(fresh, device), "untrained")
+    untrained = EmbeddingModel(backbone_engine(fresh, device), "untrained")
     embedders: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
     data = open_set(paths.unseen, paths.unseen, trained.image_size)
     data = replace(data, images=_DrawnOnce(data.images))

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.errors import ConflictError, NotFoundError, first_line
 from plsc.gallery.migration.filling import embed_with, fill_from_pictures
 from plsc.gallery.store import Store, collect_changes
@@ -32,7 +32,7 @@ class Migrations:
         self,
         store: Store,
         thumbnails: ThumbnailStore,
-        embedders: Mapping[str, Embedder],
+        embedders: Mapping[str, EmbeddingModel],
         *,
         flip: bool,
         stored: Callable[[str], None],

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from plsc.embedding.contracts import is_of, may_search
-from plsc.embedding.embedder import Embedder, compatible_contracts
+from plsc.embedding.embedder import EmbeddingModel, compatible_contracts
 from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery.store import Store
 from plsc.gallery.values import Collection
@@ -25,7 +25,7 @@ class Models:
         flip: whether embeddings are averages over picture and mirror image.
     """
 
-    def __init__(self, embedders: Mapping[str, Embedder], flip: bool) -> None:
+    def __init__(self, embedders: Mapping[str, EmbeddingModel], flip: bool) -> None:
         self._compatible_with = {each: compatible_contracts(embedder, flip) for each, embedder in embedders.items()}
 
     def compatible_with(self, model: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from plsc.embedding.contracts import is_of, models_in
-from plsc.embedding.embedder import Embedder, contract_of, embed_images, own_contracts
+from plsc.embedding.embedder import EmbeddingModel, contract_of, embed_images, own_contracts
 from plsc.errors import ConflictError, quoted
 from plsc.gallery.filters import Filter, UnfinishedFilter
 from plsc.gallery.retention import Retention
@@ -84,12 +84,12 @@ class Service:
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         store: Store,
         settings: Settings,
         metrics: Metrics,
         detector: Any = None,
-        next_embedder: Embedder | None = None,
+        next_embedder: EmbeddingModel | None = None,
     ) -> None:
         self.embedder, self.store, self.settings, self.metrics = embedder, store, settings, metrics
         self.detector, self.quotas = detector, Quotas(store, settings.limits)

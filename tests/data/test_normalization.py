@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plsc.data import normalize
-from plsc.embedding.embedder import Embedder, TorchEngine, backbone_engine, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, TorchEngine, backbone_engine, open_embedder
 from plsc.embedding.export import export_onnx
 from plsc.models import create
 from plsc.models.preprocessing import Preprocessing
@@ -51,7 +51,7 @@ def test_images_stay_as_they_are_and_keep_their_memory_format(memory_format: tor
 def test_a_model_sees_the_same_bits_in_training_and_when_it_embeds(precision: str) -> None:
     recorder = Recorder()
     engine = TorchEngine(recorder, Preprocessing(32), 3, "id", torch.device("cpu"), precision)
-    Embedder(engine, "test")(LEVELS)
+    EmbeddingModel(engine, "test")(LEVELS)
     assert torch.equal(torch.cat(recorder.given), normalize(LEVELS))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.backbones import pictures, trained_a_little
 
 import plsc.models
-from plsc.embedding.embedder import CPU_BATCH, Embedder, model_file, open_embedder
+from plsc.embedding.embedder import CPU_BATCH, EmbeddingModel, model_file, open_embedder
 from plsc.embedding.export import export_insightface, export_onnx, export_torch
 from plsc.errors import DataError, PlscError, UsageError
 
@@ -46,7 +46,7 @@ KINDS = ["run", "safetensors", "onnx", "torch", "insightface"]
 
 
 @pytest.fixture(scope="module")
-def embedders(files: dict[str, Path]) -> dict[str, Embedder]:
+def embedders(files: dict[str, Path]) -> dict[str, EmbeddingModel]:
     return {kind: open_embedder(path, device=CPU) for kind, path in files.items()}
 
 
@@ -62,7 +62,7 @@ def test_every_kind_of_file_embeds_as_the_model_does(kind, count, embedders, mod
     torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_model_has_one_contract_in_every_file(embedders: dict[str, Embedder], files: dict[str, Path]) -> None:
+def test_one_model_has_one_contract_in_every_file(embedders: dict[str, EmbeddingModel], files: dict[str, Path]) -> None:
     assert len({embedder.contract_id for embedder in embedders.values()}) == 1
     for kind, embedder in embedders.items():
         assert (embedder.embedding_dim, embedder.image_size, embedder.source) == (DIM, SIZE, str(files[kind]))

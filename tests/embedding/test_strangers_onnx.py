@@ -15,7 +15,7 @@ from support.scrfd import POINTS
 from support.yunet import write_yunet
 
 from plsc.embedding.detector import open_detector
-from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.embedder import EmbeddingModel, open_embedder
 from plsc.embedding.export import reduce_onnx
 from plsc.embedding.onnx_deployment import OnnxForm
 from plsc.embedding.onnx_fingerprint import fingerprint
@@ -295,7 +295,7 @@ def test_integers_stay_integers() -> None:
 
 
 def test_the_id_is_that_of_the_same_graph_without_spare_inputs_and_of_its_quantised_weights(tmp_path: Path) -> None:
-    def opened(made: Any) -> Embedder:
+    def opened(made: Any) -> EmbeddingModel:
         return open_embedder(written(made, tmp_path), device=CPU)
 
     ids = {opened(made).contract_id for made in (model(), model(listed=True), model(spare=["a", "b"]))}

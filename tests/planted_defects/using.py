@@ -160,8 +160,8 @@ USING = (
     Defect(
         "a change in Milvus is acknowledged that another writer has made void",
         "plsc/gallery/milvus/registry.py",
-        "        self._server.write(REGISTRY, [_row(entry.info.name, self._epoch, entry.to_body())])\n        self.confirm()",
-        "        self._server.write(REGISTRY, [_row(entry.info.name, self._epoch, entry.to_body())])",
+        "self._epoch, entry.to_body())])\n        self.confirm()",
+        "self._epoch, entry.to_body())])",
         ("tests/gallery/test_milvus.py",),
     ),
     Defect(

@@ -21,7 +21,7 @@ from support.live_service import (
     picture,
 )
 
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.serve.settings import Limits
 
 pytestmark = pytest.mark.live
@@ -47,7 +47,9 @@ class Stranger(Newer):
 
 @contextmanager
 def serving(folder: Path, engine: Linear, **settings: Any) -> Iterator[Live]:
-    with live_service(folder, embedder=Embedder(engine, "models/m.safetensors"), **{"threshold": 0.5} | settings) as on:
+    with live_service(
+        folder, embedder=EmbeddingModel(engine, "models/m.safetensors"), **{"threshold": 0.5} | settings
+    ) as on:
         yield on
 
 
@@ -189,7 +191,7 @@ def test_a_gallery_of_two_models_moves_to_one(gallery: tuple[Path, list[int]]) -
     options: dict[str, Any] = {"keep_pictures": True, "thumbnails": folder / "thumbnails"}
     with serving(folder, Newer()) as live:
         late = enrol(live, 7)
-    newer = Embedder(Newer(), "models/m.safetensors")
+    newer = EmbeddingModel(Newer(), "models/m.safetensors")
     with live_service(folder, embedder=linear_embedder(), next_embedder=newer, threshold=0.5, **options) as live:
         begun = live.ask("POST", "/v1/migrations", {"collection": "staff"}).json()
         assert (begun["contract_id"], begun["second_contract_id"], begun["lacking"]) == (BOTH, NEW, 4)

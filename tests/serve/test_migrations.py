@@ -33,7 +33,7 @@ from support.live_service import (
 from support.waiting import wait_until
 
 from plsc.client import Client, ServerError, Vector
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.gallery.backends import open_store
 from plsc.gallery.migration import filling, moving
 from plsc.gallery.thumbnails import ThumbnailStore
@@ -405,7 +405,7 @@ def test_filling_goes_on_after_any_error_of_the_model(
     with closing(open_store(tmp_path)) as store:
         store.begin_migration("people", NEXT_DIM, NEW)
         kept = store, ThumbnailStore(store, tmp_path / "thumbnails", keep=True)
-        models = {NEW: Embedder(Exhausted(), "next")}
+        models = {NEW: EmbeddingModel(Exhausted(), "next")}
         with closing(Migrations(*kept, models, flip=False, stored=lambda collection: None)):
             wait_until(lambda: store.count_second("people") == (0, 0))
     assert capsys.readouterr().err.splitlines() == ["plsc serve: a migration is put off: out of memory"]

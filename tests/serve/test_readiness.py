@@ -14,7 +14,7 @@ from support.live_service import (
     vectors,
 )
 
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.tools.serve import _warn_of_models
 
 pytestmark = pytest.mark.live
@@ -28,8 +28,8 @@ class Later(Linear):
     contract_id, compatible_with = "later", (CONTRACT,)
 
 
-def stranger() -> Embedder:
-    return Embedder(Stranger(), "models/stranger.safetensors")
+def stranger() -> EmbeddingModel:
+    return EmbeddingModel(Stranger(), "models/stranger.safetensors")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_strangers_learn_no_names_of_collections(gallery: Path) -> None:
 def test_an_empty_gallery_and_a_compatible_model_are_ready(gallery: Path, tmp_path: Path) -> None:
     with live_service(tmp_path / "empty", embedder=stranger()) as live:
         assert live.ask("GET", "/health/ready").status_code == 200
-    with live_service(gallery, embedder=Embedder(Later(), "models/later.safetensors")) as live:
+    with live_service(gallery, embedder=EmbeddingModel(Later(), "models/later.safetensors")) as live:
         assert live.ask("GET", "/health/ready").status_code == 200
 
 

@@ -28,4 +28,4 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
         former_ids=(),
         at_once=None,
     )
-    return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
+    return type("EmbeddingModel", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.gallery.backends import open_store
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.observability import Metrics
@@ -60,14 +60,14 @@ class NextLinear(Linear):
         self.weight = torch.randn(3 * SIZE * SIZE, NEXT_DIM, generator=torch.Generator().manual_seed(1))
 
 
-def next_linear_embedder() -> Embedder:
+def next_linear_embedder() -> EmbeddingModel:
     """A model that collections can be moved to."""
-    return Embedder(NextLinear(), "models/next.safetensors")
+    return EmbeddingModel(NextLinear(), "models/next.safetensors")
 
 
-def linear_embedder(source: str = "models/linear.safetensors") -> Embedder:
+def linear_embedder(source: str = "models/linear.safetensors") -> EmbeddingModel:
     """The model that live services have by default."""
-    return Embedder(Linear(), source)
+    return EmbeddingModel(Linear(), source)
 
 
 @dataclass
@@ -108,8 +108,8 @@ def live_service(
     folder: Path,
     detector: Any = None,
     source: str = "models/linear.safetensors",
-    embedder: Embedder | None = None,
-    next_embedder: Embedder | None = None,
+    embedder: EmbeddingModel | None = None,
+    next_embedder: EmbeddingModel | None = None,
     callers: Mapping[str, Mapping[str, Any]] | None = None,
     store: str | None = None,
     **changes: Any,

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.embedding.detector import Detector
-from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedder import EmbeddingModel
 from plsc.gallery.backends import open_store
 from plsc.gallery.values import NewPerson
 from plsc.models.preprocessing import Preprocessing
@@ -100,8 +100,8 @@ class PageService:
             ready.put(None)
 
     def _load(self, metrics: Metrics) -> Service:
-        embedder = Embedder(PixelEngine(), "models/pixels.safetensors")
-        following = None if self._next is None else Embedder(self._next, "models/projected.safetensors")
+        embedder = EmbeddingModel(PixelEngine(), "models/pixels.safetensors")
+        following = None if self._next is None else EmbeddingModel(self._next, "models/projected.safetensors")
         store = open_store(self._folder / "store")
         return Service(embedder, store, self._settings, metrics, self._detector, following)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plsc.embedding.contracts import models_in
-from plsc.embedding.embedder import FLIP_SUFFIX, Embedder, backbone_engine, open_embedder
+from plsc.embedding.embedder import FLIP_SUFFIX, EmbeddingModel, backbone_engine, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet, is_embedding_set
 from plsc.errors import UsageError
 from plsc.features.compatible.class_centres import open_centres
@@ -102,5 +102,5 @@ def _makers(source: Path, kept: Mapping[str, Any]) -> set[str]:
     return set()
 
 
-def _named(opened: Sequence[Embedder]) -> str:
+def _named(opened: Sequence[EmbeddingModel]) -> str:
     return ", ".join(old.source for old in opened)

@@ -16,7 +16,7 @@ import torch
 
 from plsc.data.codec import decode_image
 from plsc.embedding.contracts import is_of
-from plsc.embedding.embedder import Embedder, embed_images
+from plsc.embedding.embedder import EmbeddingModel, embed_images
 from plsc.errors import ConflictError, DataError, NotFoundError
 from plsc.gallery.migration.adapter import Adapter, fit_with_estimates
 from plsc.gallery.rows import SAME_PICTURE
@@ -103,7 +103,7 @@ def room_of(store: Store, collection: str, dim: int) -> Room:
     return Room(faces, needed, None if store.folder is None else shutil.disk_usage(store.folder).free)
 
 
-def embed_with(embedder: Embedder, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:
+def embed_with(embedder: EmbeddingModel, flip: bool, rest: Callable[[float], object] = lambda took: None) -> Embed:
     """Return what embeds pictures of any size by ``embedder``; ``rest(seconds)`` is called after each batch."""
     size, interpolation = embedder.image_size, embedder.preprocessing.interpolation
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plsc.embedding.embedder import Embedder, contract_of
+from plsc.embedding.embedder import EmbeddingModel, contract_of
 from plsc.errors import ConflictError, StorageError, UsageError
 from plsc.gallery.migration import filling, moving
 from plsc.gallery.migration.filling import Filled
@@ -15,7 +15,7 @@ from plsc.progress import counted, show
 
 
 def fill(
-    store: Store, collection: str, embedder: Embedder, *, flip: bool, thumbnails: Path | None, adapter: bool
+    store: Store, collection: str, embedder: EmbeddingModel, *, flip: bool, thumbnails: Path | None, adapter: bool
 ) -> dict[str, Any]:
     """Begin to move a collection to a model, or go on: embed the kept pictures, and estimate the rest where asked to.
 
