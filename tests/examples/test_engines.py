@@ -9,12 +9,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from plsc import models
 from plsc.data.codec import encode_image
+from plsc.embedding.arrow_tables import write_table
 from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.index import Index
 from plsc.tools.entry import main
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,17 @@ def run(name: str, made: EmbeddingSet, out: Path) -> int:
     done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return int(done.stdout.split()[-1])
+
+
+READ_BY_SPARK = """
+import sys
+import pyarrow.parquet as pq
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+table = spark.read.parquet(sys.argv[1])
+pq.write_table(table.orderBy("id").toArrow(), sys.argv[2])
+table.write.parquet(sys.argv[3])
+"""
 
 
 def assert_rows(made: EmbeddingSet, files: list[Path]) -> None:
@@ -101,3 +115,23 @@ def test_spark_tries_a_task_again_whose_worker_was_killed(made: EmbeddingSet, tm
     assert_rows(made, [out / "embeddings.parquet"])
     assert {file: file.stat().st_ino for file in out.glob("shard-00000001*/*.parquet")} == kept
     assert main(["index", "build", str(out / "embeddings.parquet"), "--out", str(tmp_path / "idx")]) == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyspark") is None, reason="needs pyspark")
+@pytest.mark.skipif(shutil.which("java") is None, reason="needs java (apt-get install default-jre-headless)")
+def test_spark_reads_an_exported_set_and_what_it_writes_is_indexed(made: EmbeddingSet, tmp_path: Path) -> None:
+    exported, read, written = (str(tmp_path / name) for name in ("set.parquet", "read.parquet", "written"))
+    write_table(made, Path(exported))
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    command = [sys.executable, "-c", READ_BY_SPARK, exported, read, written]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    told, found = (pq.read_table(path).to_pydict() for path in (exported, read))
+    vectors = [np.array(columns.pop("embedding"), np.float32).view(np.uint32) for columns in (told, found)]
+    assert np.array_equal(*vectors)
+    assert found == told
+    files = sorted(Path(written).glob("*.parquet"))
+    rows = {key: row.tobytes() for file in files for key, row, _ in rows_of(EmbeddingSet(file))}
+    assert rows == {key: row.tobytes() for key, row, _ in rows_of(made)}
+    assert main(["index", "build", *map(str, files), "--out", str(tmp_path / "idx")]) == 0
+    assert len(Index.open(tmp_path / "idx")) == COUNT - 1
