@@ -283,7 +283,7 @@ def test_old_answers_are_forgotten(kit: Kit, store: Store) -> None:
 
 def test_many_old_answers_are_forgotten_in_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes wait while answers are forgotten, and a token may have sent very many."""
-    for module in ("sqlite.records", "postgres_rows"):
+    for module in ("sqlite.records", "postgres_rows", "milvus.answers"):
         monkeypatch.setattr(f"plsc.gallery.{module}.FORGOTTEN_AT_ONCE", 4)
     for number in range(6):
         store.store_answer(request(f"k{number}"), number)
