@@ -93,6 +93,13 @@ class Regions(Net):
             return super().forward(x)
 
 
+class Guarded(Net):
+    """Its last layer is computed on what was cast to float32."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(torch.relu(self.norm(self.conv(x))).float().square().mean((2, 3)))
+
+
 def backbone(kind: type[nn.Module] = Net, **options: Any) -> ModuleBackbone:
     """With running statistics of data, in training mode, as it is after a loop."""
     torch.manual_seed(0)
@@ -142,6 +149,21 @@ def test_an_export_needs_no_class(export: Any, kind: type[Net], tmp_path: Path) 
     expected = plsc.embed(own, pictures())
     assert model.contract_id == plsc.load_model(own).contract_id == result["contract_id"]
     np.testing.assert_allclose(plsc.embed(model, pictures()), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", [Guarded, Regions])
+def test_a_program_whose_module_casts_is_computed_in_bfloat16_too(kind: type[Net], tmp_path: Path) -> None:
+    model, path = backbone(kind), tmp_path / "own.pt2"
+    export_torch(model, path)
+    found = [
+        plsc.embed(plsc.load_model(source, precision="bf16", device="cpu"), list(pictures()))
+        for source in (path, model)
+    ]
+    exact = plsc.embed(model, list(pictures()))
+    assert not np.array_equal(found[0], exact), "it was computed in bfloat16"
+    if kind is Guarded:
+        assert np.array_equal(*found)
+    np.testing.assert_allclose(found[0], exact, atol=0.02 * np.abs(exact).max())
 
 
 def test_wrappers_are_taken_off(tmp_path: Path) -> None:
