@@ -272,9 +272,26 @@ def test_only_the_writer_tidies_up_while_it_lives(uri: str) -> None:
     assert len(reader.expired(9)["people"]) == 1, "the writer is dead"
     assert reader.forget_answers("9", 0) == 1
     assert writer.expired(9) == {}, "the other one is the writer now"
+    with pytest.raises(StorageError, match="another process writes"):
+        writer.delete_expired("people", [1])
     reader.close()
     assert len(writer.expired(9)["people"]) == 1, "nobody is"
+    assert writer.delete_expired("people", [13]) == [13]
+    assert not any(writer.expired(9).values())
     writer.close()
+
+
+def test_many_changes_within_a_minute(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gone is named by the entry, which holds so much: then it is deleted sooner."""
+    monkeypatch.setattr("plsc.gallery.milvus.rows._GONE_AT_ONCE", 10)
+    store = filled(uri)
+    for number in range(30):
+        store.update_person("people", 1 + 3 * (number % 4), metadata={"n": number})
+    (entry,) = store._registry.entries(["people"]).values()
+    assert sum(len(one.rows) for one in entry.gone) <= 10
+    assert [one.metadata["n"] for one in store.persons("people")] == [28, 29, 26, 27]
+    assert store.check()["faces"] == 8 + 2
+    store.close()
 
 
 def test_one_external_id_and_one_revision_among_processes(uri: str) -> None:

@@ -73,7 +73,9 @@ class Answers:
 
     def forget(self, before: str, most: int) -> int:
         """See :meth:`plsc.gallery.store.Store.forget_answers`."""
-        found = list(self._server.iterate(ANSWERS, "part == 0", ("id", "request", "token", "created")))
+        too_many = self._server.count(ANSWERS, "part == 0") > most
+        asked = "part == 0" if too_many else f'(part == 0) and (created < "{before}")'
+        found = list(self._server.iterate(ANSWERS, asked, ("id", "request", "token", "created")))
         places: dict[str, int] = {}
         forgotten = []
         for row in sorted(found, key=lambda row: (row["created"], row["id"]), reverse=True):

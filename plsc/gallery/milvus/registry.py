@@ -18,6 +18,7 @@ GRACE = timedelta(seconds=60)  # that rows stay after they are gone, for readers
 _RENEWED = timedelta(seconds=60)  # between two signs of life of the writer
 _DEAD = timedelta(seconds=300)  # without one, after which others delete what expired
 _WRITER = "0"  # the row that names the writing process; no collection's name begins with a digit
+_LISTED = 64  # rows in turn that stand in an expression one by one, below so many
 _EPOCH_BITS = 32  # rows are numbered from epoch << 32 on
 _ANOTHER = "another process writes to this Milvus store now: open it again to take over"
 
@@ -41,8 +42,8 @@ class Gone(NamedTuple):
 
     def condition(self) -> str:
         """Return the condition that is true for these rows."""
-        single = [first for first, last in self.rows if first == last]
-        parts = [f"row >= {first} and row <= {last}" for first, last in self.rows if first != last]
+        single = [row for first, last in self.rows if last - first < _LISTED for row in range(first, last + 1)]
+        parts = [f"row >= {first} and row <= {last}" for first, last in self.rows if last - first >= _LISTED]
         parts += [one_of("row", single)] if single else []
         return any_of(parts + ([one_of("person", self.persons)] if self.persons else []))
 
@@ -88,12 +89,9 @@ class Entry:
     def visible(self, *conditions: str) -> str:
         """Return the expression of the rows that count and meet ``conditions``."""
         rows = [each for one in self.gone for each in one.rows]
-        persons = [each for one in self.gone for each in one.persons]
-        single = [first for first, last in rows if first == last]
-        parts = [f"row < {self.next_row}", *(f"row < {first} or row > {last}" for first, last in rows if first != last)]
-        parts += [f"not ({one_of('row', single)})"] if single else []
-        parts += [f"not ({one_of('person', persons)})"] if persons else []
-        return all_of([*parts, *conditions])
+        gone = Gone("", rows, [each for one in self.gone for each in one.persons], [])
+        hidden = f"not ({gone.condition()})" if rows or gone.persons else ""
+        return all_of([f"row < {self.next_row}", hidden, *conditions])
 
     def counts(self, row: int) -> bool:
         """Tell whether the change that wrote a row was committed and the row is not gone."""
@@ -176,8 +174,10 @@ class Registry:
     def hold(self, clock: Clock) -> None:
         """Become the process that writes, or make sure of it; :class:`StorageError` if another one became it since."""
         writer = self._read([])[0]
-        if self._held and writer.get("process") != self._process:
-            raise StorageError(_ANOTHER)
+        if writer.get("process") != self._process:
+            if self._held and not _is_free(writer, clock):
+                raise StorageError(_ANOTHER)
+            self._epoch = None
         if self._epoch is None:
             self._begin_epoch(writer, clock)
         elif writer["renewed"] < now(clock, -_RENEWED):
@@ -195,9 +195,7 @@ class Registry:
     def may_tidy(self, clock: Clock) -> bool:
         """Tell whether this process is the one that deletes what has expired: the writer, unless that is dead."""
         writer = self._read([])[0]
-        if not writer:
-            return False
-        return writer["process"] in (self._process, "") or writer["renewed"] < now(clock, -_DEAD)
+        return bool(writer) and (writer["process"] == self._process or _is_free(writer, clock))
 
     def release(self, clock: Clock) -> None:
         """Give the lease back, if this process holds it."""
@@ -239,6 +237,11 @@ class Registry:
         """Delete an entry."""
         self._server.delete(REGISTRY, f'id in ["{name}/{self._epoch}"]')
         self.confirm()
+
+
+def _is_free(writer: Row, clock: Clock) -> bool:
+    """Tell whether the process that held the lease gave it back, or is dead."""
+    return writer["process"] == "" or bool(writer["renewed"] < now(clock, -_DEAD))
 
 
 def _row(name: str, epoch: int, body: str) -> Row:

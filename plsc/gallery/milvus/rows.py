@@ -21,6 +21,7 @@ from plsc.gallery.validation import LENGTH_TOLERANCE, ValidPerson, miscounted, n
 from plsc.gallery.values import Clock, Float32, Match, Migration, Person, SecondVector
 
 _PAGE_PERSONS = 500  # whose ids stand in an expression
+_GONE_AT_ONCE = 1000  # ranges of rows, and persons, in an entry; 65,535 bytes hold twice as many
 _NEVER = "~"  # when it expires who does not: behind every time
 _FACE_FIELDS = ("row", "face", "person", "key", "estimated", "expires", "fits", "vector")
 
@@ -269,6 +270,12 @@ class MilvusRows(MovableRows):
         """Return the number of a row of this change that is kept elsewhere."""
         self.entry = replace(self.entry, next_row=self.entry.next_row + 1)
         return self.entry.next_row - 1
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if the entry would name more that is gone than it should."""
+        named = sum(len(one.rows) + len(one.persons) for one in self.entry.gone)
+        return named + len(self._gone_rows) + len(self._gone_persons) > _GONE_AT_ONCE
 
     def purge(self, before: str) -> list[Gone]:
         """Delete rows that were gone before a time, and forget them with the next commit; returns what they were."""
