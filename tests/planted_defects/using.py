@@ -46,6 +46,27 @@ USING = (
         ("tests/embedding/test_extract.py",),
     ),
     Defect(
+        "intervals of searches draw pictures in the place of persons",
+        "plsc/evaluation/one_to_many.py",
+        "number = np.unique(persons, return_inverse=True)[1]",
+        "number = np.arange(len(persons))",
+        ("tests/evaluation/test_one_to_many.py",),
+    ),
+    Defect(
+        "a person found behind a stranger counts as found",
+        "plsc/evaluation/one_to_many.py",
+        "np.where(searches.better < rank, searches.own, -np.inf)",
+        "np.where(searches.better <= rank, searches.own, -np.inf)",
+        ("tests/evaluation/test_one_to_many.py",),
+    ),
+    Defect(
+        "the threshold of an FPIR lets in the false positive that is one too many",
+        "plsc/evaluation/one_to_many.py",
+        "[allowed], np.float32(np.inf)))",
+        "[allowed], np.float32(-np.inf)))",
+        ("tests/evaluation/test_one_to_many.py",),
+    ),
+    Defect(
         "candidates within the rounding error of the best are dropped",
         "plsc/native/scan_ranking.h",
         "least = std::max(least, entries[k - 1].lowest - margin);",
