@@ -35,7 +35,8 @@ rank-1, 5 and 10, and 95% intervals over persons (ISO/IEC 19795-1). Each is a SO
 set; where all are sets, MODEL may be left out. Labels name the persons: mated probes show enrolled ones, non-mated
 probes others. FNIR is the share of mated probes whose person is not the best match (R = 1), or below the threshold;
 FPIR that of non-mated probes with any match. An FPIR needs ten false positives; an interval 20 persons who err, 20 who
-do not, and 20 who are false positives.
+do not, and 20 who are false positives. A gallery of 500 persons also predicts the cosines for 1,000 to 1,000,000
+persons, as far as one of the compared scores would reach them.
 
 --old OLD --new NEW, in the place of MODEL, says whether the new model's queries can search the old one's gallery
 (compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each,
@@ -74,7 +75,10 @@ from plsc.tools.entry import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from plsc.embedding.embedder import Embedder
+    from plsc.evaluation.probe import LabelledRows
     from plsc.evaluation.probe_parts import PartReader
     from plsc.evaluation.roc import Roc
     from plsc.parallel.mesh import Mesh
@@ -342,18 +346,26 @@ def _reader(args: argparse.Namespace, mesh: "Mesh") -> "PartReader":
     return PartReader(model, mesh, args.batch_size, FLIP[args.flip] is True, args.image_size)
 
 
-def _search(args: argparse.Namespace) -> dict[str, Any] | None:
+def _errors(parts: "Sequence[LabelledRows]", seed: int) -> dict[str, Any]:
+    from plsc.evaluation.larger_galleries import predict_thresholds, sample_impostors
     from plsc.evaluation.one_to_many import identification_errors, search_gallery
-    from plsc.evaluation.report import searches_table
+
+    gallery, mated, non_mated = parts
+    errors = identification_errors(search_gallery(gallery, mated, non_mated), seed=seed)
+    return {**errors, "predicted": predict_thresholds(*sample_impostors(gallery, non_mated, seed=seed), seed=seed)}
+
+
+def _search(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.evaluation.report import searches_table, sizes_table
     from plsc.parallel.collectives import on_main
     from plsc.parallel.mesh import initialised
 
     with initialised() as mesh:
         parts = _reader(args, mesh).read(_parts(args), compared=True)
-        found = on_main(lambda: identification_errors(search_gallery(*parts), seed=args.seed), mesh)
+        found = on_main(lambda: _errors(parts, args.seed), mesh)
     if not mesh.is_main:
         return None
-    show(*searches_table(found).split("\n"))
+    show(*searches_table(found).split("\n"), "", *sizes_table(found["predicted"]).split("\n"))
     sources = dict(zip(("gallery", "mated", "non_mated"), _parts(args), strict=True))
     return {"model": args.model, **sources, "searches": found}
 

@@ -67,14 +67,14 @@ def search_gallery(gallery: LabelledRows, mated: LabelledRows, non_mated: Labell
     faces = gallery.unit[order]
     scores = np.empty(len(mated), dtype=np.float32)
     better = np.empty(len(mated), dtype=np.int64)
-    for rows, found in _scores(mated.unit, faces, first):
+    for rows, found in person_scores(mated.unit, faces, first):
         scores[rows] = np.take_along_axis(found, own[rows, None], axis=1)[:, 0]
         better[rows] = np.sum(found >= scores[rows, None], axis=1) - 1
-    best = np.concatenate([found.max(axis=1) for _, found in _scores(non_mated.unit, faces, first)])
+    best = np.concatenate([found.max(axis=1) for _, found in person_scores(non_mated.unit, faces, first)])
     return Searches(len(enrolled), len(faces), scores, better, own, best, non_mated.labels)
 
 
-def _scores(probes: Float32, faces: Float32, first: Int64) -> Iterator[tuple[slice, Float32]]:
+def person_scores(probes: Float32, faces: Float32, first: Int64) -> Iterator[tuple[slice, Float32]]:
     """Yield a part of the probes and their score of each person, whose faces begin at ``first``."""
     for part in parts_of(len(probes), len(faces)):
         yield part, np.maximum.reduceat(probes[part] @ faces.T, first, axis=1)

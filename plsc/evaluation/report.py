@@ -8,7 +8,7 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.evaluation.roc import FARS
-from plsc.evaluation.search import RECALLS
+from plsc.evaluation.search import FPIRS, RECALLS
 from plsc.files import atomic_write
 from plsc.progress import printable
 
@@ -124,6 +124,21 @@ def searches_table(found: Mapping[str, Any]) -> str:
         f"{aligned(rows)}\ngallery: {found['persons']:,} persons, {found['faces']:,} faces; "
         f"mated: {counts['mated']}; non-mated: {counts['non_mated']}; found: among the {found['rank']} best"
     )
+
+
+def sizes_table(predicted: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format what :func:`plsc.evaluation.larger_galleries.predict_thresholds` found: a row per size of the gallery."""
+    rows: list[tuple[str, ...]] = [("predicted cosine for persons", *(f"FPIR {name}" for name in FPIRS))]
+    for size, points in predicted.items():
+        rows.append((f"{int(size):,}", *(_predicted(point) for point in points.values())))
+    return aligned(rows)
+
+
+def _predicted(point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return _NONE
+    low, high = point["interval"]
+    return f"{point['threshold']:.4f} ({low:.4f} to {high:.4f})"
 
 
 def _range(interval: Sequence[float] | None) -> str:

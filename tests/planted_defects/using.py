@@ -67,6 +67,20 @@ USING = (
         ("tests/evaluation/test_one_to_many.py",),
     ),
     Defect(
+        "a larger gallery's threshold is predicted by one mean of all probes",
+        "plsc/evaluation/larger_galleries.py",
+        "(threshold - self.mean) / self.deviation",
+        "(threshold - self.mean.mean()) / self.deviation",
+        ("tests/evaluation/test_larger_galleries.py",),
+    ),
+    Defect(
+        "thresholds are predicted for galleries beyond the evidence",
+        "plsc/evaluation/larger_galleries.py",
+        "fpir / size * scores.size >= 1",
+        "fpir / size * scores.size >= 0",
+        ("tests/evaluation/test_larger_galleries.py",),
+    ),
+    Defect(
         "candidates within the rounding error of the best are dropped",
         "plsc/native/scan_ranking.h",
         "least = std::max(least, entries[k - 1].lowest - margin);",
