@@ -140,6 +140,14 @@ def test_intervals_hold_the_truth_in_95_of_100_sets():
     assert covered(150, 200, 400, 200, by_picture=True)["1e-1"][1] < 0.92
 
 
+def test_a_person_behind_a_stranger_is_missed_at_rank_1_and_found_at_rank_2():
+    mates, strangers = np.arange(40), np.arange(100)
+    own, best = np.full(40, 0.9, dtype=np.float32), np.linspace(0, 0.5, 100, dtype=np.float32)
+    searches = Searches(40, 40, own, mates % 2, mates, best, strangers)
+    one, two = (identification_errors(searches, rank=rank, draws=5)["fnir@fpir"]["1e-1"] for rank in (1, 2))
+    assert (one["fnir"], two["fnir"]) == (0.5, 0.0)
+
+
 def test_few_persons_who_err_give_no_interval():
     found = identification_errors(simulated(np.random.default_rng(3), 100, 60, own=9.0), draws=50)
     assert found["fnir@fpir"]["1e-1"]["interval"] is None
