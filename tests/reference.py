@@ -209,3 +209,39 @@ def retrieval(x: Tensor, labels: list[int]) -> dict[str, float]:
             at = [sum(hits[: i + 1]) / (i + 1) for i in range(relevant) if hits[i]]
             found.setdefault("map@r", []).append(sum(at) / relevant)
     return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+Named = tuple[list[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Searches:
+    """ISO/IEC 19795-1, probe by probe: the names and unit rows of a gallery, of mated and of non-mated probes.
+
+    ``slack`` is added to the scores of persons who are not the probe's own: below 0 it makes a search easier.
+    """
+
+    gallery: Named
+    mated: Named
+    non_mated: Named
+
+    def candidates(self, row: Tensor) -> dict[str, float]:
+        """Each enrolled person's best score."""
+        scores: dict[str, float] = {}
+        for name, face in zip(*self.gallery, strict=True):
+            scores[name] = max(scores.get(name, -2.0), float(row.double() @ face.double()))
+        return scores
+
+    def fpir(self, threshold: float) -> float:
+        """The share of non-mated probes with a candidate at ``threshold`` or above."""
+        rows = self.non_mated[1]
+        return sum(max(self.candidates(row).values()) >= threshold for row in rows) / len(rows)
+
+    def fnir(self, threshold: float, rank: int, slack: float = 0.0) -> float:
+        """The share of mated probes whose person is not among the ``rank`` best, or below ``threshold``."""
+        missed = 0
+        for name, row in zip(*self.mated, strict=True):
+            scores = self.candidates(row)
+            own = scores.pop(name)
+            missed += own < threshold + slack or sum(score + slack >= own for score in scores.values()) >= rank
+        return missed / len(self.mated[0])

@@ -30,6 +30,14 @@ drawn by --seed, and classifies the other half. knn: the nearest --neighbours vo
 exp(cosine / --temperature), with the numbers of DINO. linear: multinomial logistic regression (scikit-learn:
 pip install plsc-torch[cluster]). Parts may be embedding sets; where all are, MODEL is left out.
 
+--gallery, --mated and --non-mated ask how often searches err: FNIR at FPIR 1e-1, 1e-2 and 1e-3 with the cosine of each,
+rank-1, 5 and 10, and 95% intervals over persons (ISO/IEC 19795-1). Each is a SOURCE as --data takes it, or an embedding
+set; where all are sets, MODEL may be left out. Labels name the persons: mated probes show enrolled ones, non-mated
+probes others. FNIR is the share of mated probes whose person is not the best match (R = 1), or below the threshold;
+FPIR that of non-mated probes with any match. An FPIR needs ten false positives; an interval 20 persons who err, 20 who
+do not, and 20 who are false positives. A gallery of 500 persons also predicts the cosines for 1,000 to 1,000,000
+persons, as far as one of the compared scores would reach them.
+
 --old OLD --new NEW, in the place of MODEL, says whether the new model's queries can search the old one's gallery
 (compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each,
 with the cosine that holds each FAR. `plsc serve --model NEW` takes the threshold of new/old for the old one's gallery.
@@ -42,6 +50,7 @@ with the cosine that holds each FAR. `plsc serve --model NEW` takes the threshol
   plsc eval --probe knn --train train.emb --data test.emb
   plsc eval --probe linear --data before.emb after.emb
   plsc eval --old old.onnx --new new.onnx --data unseen/
+  plsc eval model.onnx --gallery enrolled/ --mated again/ --non-mated strangers/ --json searches.json
 """
 
 import argparse
@@ -66,7 +75,11 @@ from plsc.tools.entry import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from plsc.embedding.embedder import EmbeddingModel
+    from plsc.evaluation.probe import LabelledRows
+    from plsc.evaluation.probe_parts import PartReader
     from plsc.evaluation.roc import Roc
     from plsc.parallel.mesh import Mesh
 
@@ -99,6 +112,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     probes("--train", metavar="DIR|EMB", help="the labelled part to learn from (half of each class of --data)")
     probes("--neighbours", type=positive, metavar="N", help="knn: how many vote (20)")
     probes("--temperature", type=above_0, metavar="T", help="knn: of the votes' weights (0.07)")
+    searches = parser.add_argument_group("--gallery, --mated, --non-mated").add_argument
+    searches("--gallery", metavar="DIR|EMB", help="the enrolled persons, with one picture or several each")
+    searches("--mated", metavar="DIR|EMB", help="other pictures of enrolled persons")
+    searches("--non-mated", metavar="DIR|EMB", help="pictures of persons who are not enrolled")
     models = parser.add_argument_group("--old, --new").add_argument
     models("--old", metavar="OLD", help="the model of the gallery: a run directory or a model file")
     models("--new", metavar="NEW", help="the model that is to take its place")
@@ -115,6 +132,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if _is_of_two(args):
         return _compare(args)
+    if _parts(args):
+        return _search(args)
     return _evaluate(args) if args.probe is None else _probe(args)
 
 
@@ -122,16 +141,23 @@ def _is_of_two(args: argparse.Namespace) -> bool:
     return args.old is not None or args.new is not None
 
 
+def _parts(args: argparse.Namespace) -> list[str]:
+    """The gallery, the mated and the non-mated probes, as far as given."""
+    return [part for part in (args.gallery, args.mated, args.non_mated) if part is not None]
+
+
 def _check(args: argparse.Namespace) -> None:
     from plsc.data import is_named
 
     if _is_of_two(args):
         _check_two(args)
-    if args.probe is None:
+    if _parts(args):
+        _check_searches(args)
+    elif args.probe is None:
         _check_evaluation(args)
     else:
         _check_probe(args)
-    sources = [*args.pairs, *args.data, *([] if args.train is None else [args.train])]
+    sources = [*args.pairs, *args.data, *([] if args.train is None else [args.train]), *_parts(args)]
     for path in sources:  # of all, before hours are spent on the first
         if not is_named(path):
             raise UsageError(f"there is no {path} to evaluate on")
@@ -181,16 +207,25 @@ def _check_two(args: argparse.Namespace) -> None:
         raise UsageError(f"--old and --new take the place of MODEL; leave {args.model} out")
     if args.pairs and args.flip == "auto":
         raise UsageError("--old and --new with --pairs: say --flip no, or --flip yes for sets of `plsc embed --flip`")
-    for name in ("probe", "ijb", "plot", "histogram", "calibration", "groups"):
+    for name in ("probe", "ijb", "plot", "histogram", "calibration", "groups", "gallery", "mated", "non_mated"):
         if getattr(args, name):
-            raise UsageError(f"--{name} is an option for one model, and --old and --new are two; leave it out")
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is an option for one model, and --old and --new are two; leave it out")
+
+
+def _check_searches(args: argparse.Namespace) -> None:
+    """Refuse a part that is missing, and options that searches do not have."""
+    if len(_parts(args)) < 3:
+        raise UsageError("--gallery, --mated and --non-mated go together: give all three")
+    for name in ("pairs", "data", "ijb", "plot", "histogram", "calibration", "groups", "probe", "train"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} does not go with --gallery; leave it out")
+    _check_model_of_parts(args, _parts(args))
 
 
 def _check_probe(args: argparse.Namespace) -> None:
     """Refuse options that probes do not have, and a probe whose library is not installed."""
-    from plsc.api import RAW_PIXELS
     from plsc.evaluation.probe import require_regression
-    from plsc.evaluation.probe_parts import is_embedding_set
 
     for name in ("pairs", "ijb", "plot", "histogram", "calibration", "groups"):
         if getattr(args, name):
@@ -202,7 +237,14 @@ def _check_probe(args: argparse.Namespace) -> None:
         for name in ("neighbours", "temperature"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name} is an option of --probe knn; leave it out")
-    sources = [*args.data, *([] if args.train is None else [args.train])]
+    _check_model_of_parts(args, [*args.data, *([] if args.train is None else [args.train])])
+
+
+def _check_model_of_parts(args: argparse.Namespace, sources: list[str]) -> None:
+    """Refuse pictures without a model."""
+    from plsc.api import RAW_PIXELS
+    from plsc.evaluation.probe_parts import is_embedding_set
+
     pictures = [source for source in sources if not is_embedding_set(source)]
     if args.model is None and pictures:
         raise UsageError(f"MODEL is missing, to embed {pictures[0]}: a run directory, a model file, or raw-pixels")
@@ -296,23 +338,49 @@ def _open(args: argparse.Namespace, mesh: "Mesh", model: str | None = None) -> "
     return open_embedder(args.model if model is None else model, device=mesh.device, mesh=mesh, **options)
 
 
+def _reader(args: argparse.Namespace, mesh: "Mesh") -> "PartReader":
+    from plsc.api import RAW_PIXELS
+    from plsc.evaluation.probe_parts import PartReader
+
+    model = None if args.model in (None, RAW_PIXELS) else _open(args, mesh)
+    return PartReader(model, mesh, args.batch_size, FLIP[args.flip] is True, args.image_size)
+
+
+def _errors(parts: "Sequence[LabelledRows]", seed: int) -> dict[str, Any]:
+    from plsc.evaluation.larger_galleries import predict_thresholds, sample_impostors
+    from plsc.evaluation.one_to_many import identification_errors, search_gallery
+
+    gallery, mated, non_mated = parts
+    errors = identification_errors(search_gallery(gallery, mated, non_mated), seed=seed)
+    return {**errors, "predicted": predict_thresholds(*sample_impostors(gallery, non_mated, seed=seed), seed=seed)}
+
+
+def _search(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.evaluation.report import searches_table, sizes_table
+    from plsc.parallel.collectives import on_main
+    from plsc.parallel.mesh import initialised
+
+    with initialised() as mesh:
+        parts = _reader(args, mesh).read(_parts(args), compared=True)
+        found = on_main(lambda: _errors(parts, args.seed), mesh)
+    if not mesh.is_main:
+        return None
+    show(*searches_table(found).split("\n"), "", *sizes_table(found["predicted"]).split("\n"))
+    sources = dict(zip(("gallery", "mated", "non_mated"), _parts(args), strict=True))
+    return {"model": args.model, **sources, "searches": found}
+
+
 def _probe(args: argparse.Namespace) -> dict[str, Any] | None:
     from functools import partial
 
-    from plsc.api import RAW_PIXELS
     from plsc.evaluation.probe import NEIGHBOURS, TEMPERATURE, Probe, probe_parts
-    from plsc.evaluation.probe_parts import PartReader
     from plsc.parallel.collectives import on_main
     from plsc.parallel.mesh import initialised
 
     chosen = Probe(args.probe, args.neighbours or NEIGHBOURS, args.temperature or TEMPERATURE)
     with initialised() as mesh:
-        model = None
-        if args.model not in (None, RAW_PIXELS):
-            model = _open(args, mesh)
-        reader = PartReader(model, mesh, args.batch_size, FLIP[args.flip] is True, args.image_size)
         sources = [*args.data, *([] if args.train is None else [args.train])]
-        parts = reader.read(sources, compared=args.train is not None)
+        parts = _reader(args, mesh).read(sources, compared=args.train is not None)
         train = None if args.train is None else parts.pop()
         sets = on_main(partial(probe_parts, chosen, train, parts, seed=args.seed), mesh)
     if not mesh.is_main:

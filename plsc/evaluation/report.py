@@ -8,11 +8,12 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.evaluation.roc import FARS
-from plsc.evaluation.search import RECALLS
+from plsc.evaluation.search import FPIRS, RECALLS
 from plsc.files import atomic_write
 from plsc.progress import printable
 
 _NONE = "–"
+_PROBES = ("mated", "non_mated")
 
 
 def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -104,6 +105,44 @@ def probe_line(name: str, found: Mapping[str, Any]) -> str:
         f"{printable(name)}: top-1 {percent(found['top1'])}%, top-5 {percent(found['top5'])}% "
         f"of {found['images']:,} images ({method}, by {learned})"
     )
+
+
+def searches_table(found: Mapping[str, Any]) -> str:
+    """Format what :func:`plsc.evaluation.one_to_many.identification_errors` found."""
+    rows: list[tuple[str, ...]] = [("", "%", "95% interval", "threshold, cosine", "false positives")]
+    for name, point in found["fnir@fpir"].items():
+        value = point or dict.fromkeys(("fnir", "interval", "threshold", "false_positives"))
+        figures = percent(value["fnir"]), _range(value["interval"])
+        rows.append((f"FNIR at FPIR {name}", *figures, _cosine(value["threshold"]), _count(value["false_positives"])))
+    ranks = {name: found[name] for name in found["intervals"]}
+    rows += [
+        (f"rank-{name[4:]}", percent(share), _range(found["intervals"][name]), _NONE, _NONE)
+        for name, share in ranks.items()
+    ]
+    counts = {name: f"{found[f'{name}_probes']:,} probes of {found[f'{name}_persons']:,}" for name in _PROBES}
+    return (
+        f"{aligned(rows)}\ngallery: {found['persons']:,} persons, {found['faces']:,} faces; "
+        f"mated: {counts['mated']}; non-mated: {counts['non_mated']}; found: among the {found['rank']} best"
+    )
+
+
+def sizes_table(predicted: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format what :func:`plsc.evaluation.larger_galleries.predict_thresholds` found: a row per size of the gallery."""
+    rows: list[tuple[str, ...]] = [("predicted cosine for persons", *(f"FPIR {name}" for name in FPIRS))]
+    for size, points in predicted.items():
+        rows.append((f"{int(size):,}", *(_predicted(point) for point in points.values())))
+    return aligned(rows)
+
+
+def _predicted(point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return _NONE
+    low, high = point["interval"]
+    return f"{point['threshold']:.4f} ({low:.4f} to {high:.4f})"
+
+
+def _range(interval: Sequence[float] | None) -> str:
+    return _NONE if interval is None else " to ".join(map(percent, interval))
 
 
 def percent(value: float | None) -> str:

@@ -67,7 +67,10 @@ SETTINGS = {
     "faces.md": Setting(
         files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors portrait.jpg",
         names={"image": torch.from_numpy(np.array(page_files.photo(1))).permute(2, 0, 1)},
-        replaced={"--fmr 1e-4": "--fmr 1e-1"},  # which takes 100,000 pairs
+        replaced={
+            "--fmr 1e-4": "--fmr 1e-1",  # which takes 100,000 pairs
+            "enrolled/ --mated again/ --non-mated strangers/": "unseen/ --mated unseen/ --non-mated avatars:9x1@20",
+        },
     ),
     "first-data-set.md": Setting(
         files="people/",
