@@ -5,6 +5,8 @@ A mated probe shows an enrolled person, a non-mated one does not. The score of a
 that of mated probes whose own person is not among the R best, or below T (NIST IR 8271, section 3). Intervals are of
 95%: percentiles of a bootstrap that draws persons, with all their pictures, for pictures of one person err together.
 They hold for this gallery, and other probes like these.
+
+A probe that gave no embedding finds nobody: a mated one is missed, a non-mated one no false positive.
 """
 
 from collections.abc import Iterator
@@ -56,22 +58,27 @@ def search_gallery(gallery: LabelledRows, mated: LabelledRows, non_mated: Labell
     order = np.argsort(gallery.labels, kind="stable")
     enrolled, first = np.unique(gallery.labels[order], return_index=True)
     place = {gallery.class_names[label]: number for number, label in enumerate(enrolled)}
-    own = np.array([place.get(mated.class_names[label], -1) for label in mated.labels])
+    probed = np.concatenate([mated.labels, mated.lost])
+    own = np.array([place.get(mated.class_names[label], -1) for label in probed])
     if (own < 0).any():
-        name = printable(mated.class_names[mated.labels[int(np.argmin(own))]])
+        name = printable(mated.class_names[probed[int(np.argmin(own))]])
         raise DataError(f"{mated.name}: {name} is not in the gallery {gallery.name}; mated probes show enrolled people")
-    for label in np.unique(non_mated.labels):
+    for label in np.unique(np.concatenate([non_mated.labels, non_mated.lost])):
         if non_mated.class_names[label] in place:
             name = printable(non_mated.class_names[label])
             raise DataError(f"{non_mated.name}: {name} is in the gallery {gallery.name}; non-mated probes show others")
     faces = gallery.unit[order]
-    scores = np.empty(len(mated), dtype=np.float32)
-    better = np.empty(len(mated), dtype=np.int64)
+    scores = np.full(len(own), -np.inf, dtype=np.float32)
+    better = np.full(len(own), max(len(enrolled), *RANKS), dtype=np.int64)
+    embedded = slice(len(mated))
     for rows, found in person_scores(mated.unit, faces, first):
-        scores[rows] = np.take_along_axis(found, own[rows, None], axis=1)[:, 0]
-        better[rows] = np.sum(found >= scores[rows, None], axis=1) - 1
-    best = np.concatenate([found.max(axis=1) for _, found in person_scores(non_mated.unit, faces, first)])
-    return Searches(len(enrolled), len(faces), scores, better, own, best, non_mated.labels)
+        reached = np.take_along_axis(found, own[embedded][rows, None], axis=1)
+        scores[embedded][rows] = reached[:, 0]
+        better[embedded][rows] = np.sum(found >= reached, axis=1) - 1
+    maxima = [found.max(axis=1) for _, found in person_scores(non_mated.unit, faces, first)]
+    best = np.concatenate([*maxima, np.full(len(non_mated.lost), -1, dtype=np.float32)])
+    strangers = np.concatenate([non_mated.labels, non_mated.lost])
+    return Searches(len(enrolled), len(faces), scores, better, own, best, strangers)
 
 
 def person_scores(probes: Float32, faces: Float32, first: Int64) -> Iterator[tuple[slice, Float32]]:

@@ -10,7 +10,7 @@ as Radford et al., "Learning Transferable Visual Models From Natural Language Su
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,16 @@ _HELD_OUT = 0.2  # of the training images, to choose the penalty on
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Embeddings ``unit`` (N, D) float32 of length 1, with ``labels`` (N,) int64 into ``class_names``."""
+    """Embeddings ``unit`` (N, D) float32 of length 1, with ``labels`` (N,) int64 into ``class_names``.
+
+    ``lost`` are the labels of pictures that gave no embedding.
+    """
 
     name: str
     unit: Float32
     labels: Int64
     class_names: Sequence[str]
+    lost: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plsc.data import open_dataset
-from plsc.embedding.columns import Float32, Int64
+from plsc.embedding.columns import Float32, Int64, Mask
 from plsc.embedding.embedder import EmbeddingModel, contract_of
 from plsc.embedding.embedding_set import EmbeddingSet, require_contract, same_contract
 from plsc.embedding.embedding_set import is_embedding_set as is_embedding_set
@@ -68,15 +68,15 @@ class PartReader:
         taken = Preprocessing(self.image_size) if self.model is None else self.model.preprocessing
         images = open_dataset(source, image_size=taken.image_size)
         embedded = embed_on_ranks(embed, images, name, taken, self.mesh, batch_size=self.batch_size, flip=self.flip)
-        return _labelled(name, embedded.rows, np.where(embedded.readable, images.labels, -1), images.class_names)
+        return _labelled(name, embedded.rows, np.asarray(images.labels), embedded.readable, images.class_names)
 
 
 def _of_set(source: EmbeddingSet, name: str) -> LabelledRows:
-    labels = source.labels.copy()
-    labels[list(source.errors)] = -1
-    return _labelled(name, source.rows(0, len(source)), labels, source.class_names)
+    readable = np.ones(len(source), dtype=bool)
+    readable[list(source.errors)] = False
+    return _labelled(name, source.rows(0, len(source)), source.labels, readable, source.class_names)
 
 
-def _labelled(name: str, rows: Float32, labels: Int64, class_names: Sequence[str]) -> LabelledRows:
-    kept = labels >= 0
-    return LabelledRows(name, unit_rows_float32(rows[kept]), labels[kept], class_names)
+def _labelled(name: str, rows: Float32, labels: Int64, readable: Mask, class_names: Sequence[str]) -> LabelledRows:
+    kept, lost = (labels >= 0) & readable, labels[(labels >= 0) & ~readable]
+    return LabelledRows(name, unit_rows_float32(rows[kept]), labels[kept], class_names, lost)

@@ -66,6 +66,21 @@ def test_rates_are_those_of_searches_one_by_one(seed, persons, strangers, faces,
             assert point["fnir"] <= wanted.fnir(threshold, rank, SLACK) + 1e-9
 
 
+def test_a_probe_without_an_embedding_finds_nobody():
+    gallery, mated, non_mated = drawn_parts(4, 20, 60, noise=0.1)
+    whole = identification_errors(search_gallery(gallery, mated, non_mated), draws=5)
+    lost = replace(mated, lost=mated.labels[:10]), replace(non_mated, lost=np.repeat(non_mated.labels, 2))
+    less = identification_errors(search_gallery(gallery, *lost), draws=5)
+    assert (less["mated_probes"], less["non_mated_probes"]) == (50, 540)
+    for name in ("rank1", "rank5", "rank10"):
+        assert less[name] == pytest.approx(whole[name] * 40 / 50)
+    # With three times as many non-mated probes, two thirds of which match nobody, thrice the share may.
+    assert less["fnir@fpir"]["1e-1"]["false_positives"] == 54
+    assert less["fnir@fpir"]["1e-1"]["fnir"] >= 0.2
+    with pytest.raises(DataError, match="is in the gallery"):
+        search_gallery(gallery, mated, replace(non_mated, lost=np.array([0])))
+
+
 def test_a_score_of_many_false_positives_is_above_none_of_them():
     searches = simulated(np.random.default_rng(0), 30, 100)
     tied = replace(searches, best=np.where(searches.best > 0, np.float32(0.5), searches.best))
