@@ -55,7 +55,9 @@ class Embedder:
         detector: ``mtcnn``, ``yunet`` or ``onnx:FILE``, which finds each picture's largest face; None: pictures are
             aligned crops.
         device: where to run; a GPU if the process sees one, by default.
-        precision, best, provider: as :func:`plsc.load_model` takes them.
+        precision: as :func:`plsc.load_model` takes it; likewise the next two.
+        best: of a run directory, take the weights of the best evaluation.
+        provider: of onnxruntime, for an .onnx file.
         flip: average over each picture and its mirror image.
         dtype: "float32" or "float16", of the embeddings.
         batch_size: pictures per step of the model; None: 256 on a GPU, 64 on a CPU.
