@@ -16,7 +16,7 @@ from plsc.errors import UsageError
 from plsc.models.preprocessing import BILINEAR, check_square
 
 ROTATIONS = 4
-AUGMENTATIONS = ("none", "flip", "affine", "standard")
+AUGMENTATIONS = ("none", "flip", "affine", "elastic", "standard")
 
 
 def check_augmentation(name: str) -> None:
@@ -38,8 +38,9 @@ def augment_batch(
 
     So an image is augmented alike on any rank, in any loader process and in any batch. ``"flip"`` mirrors half of the
     images. ``"affine"`` rotates, stretches, shears and shifts them a little and mirrors none, for classes that differ
-    from their mirror image (letters). ``"standard"`` combines flip, affine, crop, colour, greyscale, blur, low
-    resolution, JPEG compression and erasing.
+    from their mirror image (letters). ``"elastic"`` does so half as much again, and bends them smoothly, as hands do
+    (Simard et al., ICDAR 2003). ``"standard"`` combines flip, affine, crop, colour, greyscale, blur, low resolution,
+    JPEG compression and erasing.
 
     Args:
         images: uint8 (B, 3, H, W); row i is image ``indices[i]`` of the data set.
@@ -58,7 +59,9 @@ def augment_batch(
     if name == "flip":
         return _flip(images, keys >> np.uint64(63) == 1)
     if name == "affine":
-        return _affine(images, keys)
+        return _warped(images, _affine(keys, images.shape))
+    if name == "elastic":
+        return _warped(images, _affine(keys, images.shape, strength=1.5) + _bending(keys, images.shape))
     transform = _standard(images.shape[-2], images.shape[-1], interpolation)
     state = torch.default_generator.get_state()  # torchvision draws from it; callers do not see that
     try:
@@ -81,19 +84,34 @@ def _flip(images: torch.Tensor, mask: NDArray[np.bool_]) -> torch.Tensor:
     return torch.from_numpy(pixels)
 
 
-def _affine(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
-    """Warp every image by an affine map of its own; pixels from outside repeat the edge."""
-    angle, stretch_x, stretch_y, shear_x, shear_y, shift_x, shift_y = (
-        torch.from_numpy(mixed(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
-    )  # each uniform in [-1, 1)
-    radians = angle * (10 * torch.pi / 180)
-    rotation = torch.stack([radians.cos(), -radians.sin(), radians.sin(), radians.cos()], 1).view(-1, 2, 2)
-    shape = torch.stack([1 + 0.1 * stretch_x, 0.14 * shear_x, 0.14 * shear_y, 1 + 0.1 * stretch_y], 1).view(-1, 2, 2)
-    shift = 0.12 * torch.stack([shift_x, shift_y], 1)  # of half the image's side
-    matrix = _in_grid_units(rotation @ shape, *images.shape[-2:])
-    grid = functional.affine_grid(torch.cat([matrix, shift[:, :, None]], 2), list(images.shape), False)
+def _warped(images: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Take each pixel from its place (B, H, W, 2) in ``grid``; pixels from outside repeat the edge."""
     warped = functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
     return warped.round_().to(torch.uint8)
+
+
+def _uniform(keys: NDArray[np.uint64], first: int, count: int) -> torch.Tensor:
+    """Numbers ``first`` to ``first + count`` of each key's, uniform in [-1, 1): (count, B) float32."""
+    numbers = [mixed(keys ^ np.uint64(number)) / 2.0**63 - 1 for number in range(first, first + count)]
+    return torch.from_numpy(np.stack(numbers)).float()
+
+
+def _affine(keys: NDArray[np.uint64], shape: torch.Size, *, strength: float = 1.0) -> torch.Tensor:
+    """Make the grid of an affine map of each image's own."""
+    angle, stretch_x, stretch_y, shear_x, shear_y, shift_x, shift_y = strength * _uniform(keys, 1, 7)
+    radians = angle * (10 * torch.pi / 180)
+    rotation = torch.stack([radians.cos(), -radians.sin(), radians.sin(), radians.cos()], 1).view(-1, 2, 2)
+    form = torch.stack([1 + 0.1 * stretch_x, 0.14 * shear_x, 0.14 * shear_y, 1 + 0.1 * stretch_y], 1).view(-1, 2, 2)
+    shift = 0.12 * torch.stack([shift_x, shift_y], 1)  # of half the image's side
+    matrix = _in_grid_units(rotation @ form, *shape[-2:])
+    return functional.affine_grid(torch.cat([matrix, shift[:, :, None]], 2), list(shape), False)
+
+
+def _bending(keys: NDArray[np.uint64], shape: torch.Size) -> torch.Tensor:
+    """Displace 4 x 4 points of each image by up to 12% of half its side, and all between them smoothly."""
+    points = 0.12 * _uniform(keys, 8, 32).T.reshape(-1, 2, 4, 4)
+    field = functional.interpolate(points, size=shape[-2:], mode="bicubic", align_corners=True)
+    return field.permute(0, 2, 3, 1)
 
 
 def _in_grid_units(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:

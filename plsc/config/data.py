@@ -31,8 +31,8 @@ class DataConfig:
             unset: that of init_weights, or 127.5.
         batch_size: Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.
         augment: Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly
-            without mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and
-            affine.
+            without mirroring; elastic does more of it, and bends; standard adds crop, colour, greyscale, blur, low
+            resolution, JPEG and erasing to flip and affine.
         rotation_classes: Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four
             times as long.
         workers: Processes per rank that read and augment images ahead; auto: as many as cores are left, 1 to 8; 0 reads
@@ -52,7 +52,7 @@ class DataConfig:
     mean: float | tuple[float, ...] | None = key(None, least=0, most=255, is_fixed=True)
     std: float | tuple[float, ...] | None = key(None, above=0, is_fixed=True)
     batch_size: int = key(128, least=1, also_called=("bs",))
-    augment: str = key("flip", choices=("none", "flip", "affine", "standard"), in_stages=True)
+    augment: str = key("flip", choices=("none", "flip", "affine", "elastic", "standard"), in_stages=True)
     rotation_classes: bool = key(False, renamed_from="turned_classes")
     workers: int | str = key("auto", choices=("auto",), least=0)
     label_columns: int | None = key(None, least=1)

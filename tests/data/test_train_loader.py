@@ -125,7 +125,7 @@ def test_a_run_of_shuffled_lists_goes_on_with_them() -> None:
 
 @pytest.mark.live
 @pytest.mark.slow
-@pytest.mark.parametrize("augment", ["none", "flip", "affine", "standard"])
+@pytest.mark.parametrize("augment", ["none", "flip", "affine", "elastic", "standard"])
 def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
     data = Numbered(55, size=24)
     settings_of = [(1, 0, "none"), (2, 0, "memory"), (3, 0, "auto"), (1, 2, "memory"), (2, 1, "none")]
@@ -325,7 +325,7 @@ def test_images_of_any_size_cannot_be_trained_on() -> None:
         loaders(data, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["none", "flip", "affine", "standard"])
+@pytest.mark.parametrize("name", ["none", "flip", "affine", "elastic", "standard"])
 def test_augmentation_depends_on_seed_epoch_and_index_alone(name: str) -> None:
     images = torch.stack([Numbered(64, size=32).image(index) for index in range(64)])
     indices = np.arange(64)
@@ -356,6 +356,24 @@ def test_affine_moves_a_shape_a_little_and_fills_from_the_edges() -> None:
     assert ((columns - 15.5).abs() < 9).all()
     assert columns.std() > 1
     assert torch.unique(bent, dim=0).shape[0] == 200
+
+
+def test_elastic_bends_what_affine_keeps_straight() -> None:
+    """Of three dots on a line the middle one leaves the line between the others, by more than rounding of pixels."""
+    images = torch.full((200, 3, 64, 64), 255, dtype=torch.uint8)
+    for column in (16, 32, 48):
+        images[:, :, 30:34, column - 2 : column + 2] = 0
+
+    def sag(name: str) -> torch.Tensor:
+        """How far the middle dot is from the line, in pixels."""
+        dark = 1 - augment_batch(images, np.arange(200), name, seed=0, epoch=0)[:, 0].float() / 255
+        heights = []
+        for columns in (slice(0, 24), slice(24, 40), slice(40, 64)):
+            part = dark[:, :, columns]
+            heights.append((part.sum(2) * torch.arange(64)).sum(1) / part.sum((1, 2)))
+        return heights[1] - (heights[0] + heights[2]) / 2
+
+    assert sag("affine").abs().median() < 0.1 < 0.5 < sag("elastic").abs().median() < 2
 
 
 def test_half_of_all_images_are_mirrored() -> None:
