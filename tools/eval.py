@@ -457,7 +457,9 @@ def _calibrate_searches(args: argparse.Namespace, model: "EmbeddingModel", parts
         note(f"warning: {args.calibration} predicts no FPIR: that takes 500 enrolled persons and 50,000 scores")
         return
     persons = searches.persons_at(1e-3)
-    show(f"predicted: FPIR 1e-3 up to {counted(persons, 'person')}, from {searches.scores:,} scores of non-mated probes")
+    show(
+        f"predicted: FPIR 1e-3 up to {counted(persons, 'person')}, from {searches.scores:,} scores of non-mated probes"
+    )
 
 
 def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:

@@ -33,8 +33,8 @@ _HALVINGS = 40  # of the cosines between -1 and 3
 class ImpostorScores:
     """The distribution of impostors' scores: of each probe ``mean`` and ``deviation`` (U,), and of all body and tail.
 
-    ``body`` (100,) are scores in deviations above the mean, which shares from 1 down to ``share``, in equal ratios, reach.
-    The tail begins at the last one; ``scale`` and ``shape`` are its own.
+    ``body`` (100,) are scores in deviations above the mean, which shares from 1 down to ``share``, in equal ratios,
+    reach. The tail begins at the last one; ``scale`` and ``shape`` are its own.
     """
 
     mean: Float64
@@ -79,8 +79,9 @@ def fit_impostors(scores: Float32) -> ImpostorScores:
     excess = ordered[-tail:].astype(np.float64) - body[-1]
     first = excess.mean()
     second = np.mean(excess * (1 - (np.arange(1, tail + 1) - 0.35) / tail))
-    shape = first / (first - 2 * second) - 2
-    scale = 2 * first * second / (first - 2 * second)
+    with np.errstate(divide="ignore", invalid="ignore"):  # scores that are all alike have no tail
+        shape = first / (first - 2 * second) - 2
+        scale = 2 * first * second / (first - 2 * second)
     return ImpostorScores(mean, deviation, body, tail / ordered.size, float(scale), float(shape or 1e-9))
 
 

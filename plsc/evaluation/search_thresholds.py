@@ -1,8 +1,8 @@
 """The threshold of a search that holds an FPIR in a gallery of any size, out of what a calibration's file keeps.
 
 Evidence ends where less than one of the compared scores would reach the threshold: at FPIR times scores persons. Beyond
-it the tail is extrapolated. The prediction counts as many faces a person as the calibration's gallery had; where a
-person has more, each further gallery's worth of faces counts as a person, and the threshold is no lower than it must be.
+it the tail is extrapolated. The scores are of persons with as many faces as the calibration's gallery had; where
+persons have more faces, so many of them count as a person each, and the threshold is no lower than it must be.
 """
 
 import math
@@ -63,9 +63,7 @@ class SearchCalibration:
         return ImpostorScores(mean, deviation, body, self.share, self.scale, self.shape)
 
 
-def calibrate_searches(
-    gallery: LabelledRows, non_mated: LabelledRows, *, seed: int = 0
-) -> SearchCalibration | None:
+def calibrate_searches(gallery: LabelledRows, non_mated: LabelledRows, *, seed: int = 0) -> SearchCalibration | None:
     """Fit to the scores of non-mated probes, sampled by ``seed``; None: they are too few, or too much alike."""
     scores, _ = sample_impostors(gallery, non_mated, seed=seed, most=MOST_SCORES)
     if not is_enough(scores):
@@ -97,8 +95,12 @@ class SearchThresholds:
         impostors = calibration.impostors
         self._threshold = lru_cache(maxsize=4096)(lambda size: impostors.threshold(size, fpir))
 
+    def size(self, persons: int, faces: int) -> int:
+        """As how many persons a collection counts."""
+        return max(persons, math.ceil(faces / self._faces_each), 1)
+
     def threshold(self, persons: int, faces: int) -> float:
         """The cosine for a collection at present; its size is rounded up to three digits."""
-        size = max(persons, math.ceil(faces / self._faces_each), 1)
+        size = self.size(persons, faces)
         step = 10 ** max(len(str(size)) - _DIGITS, 0)
         return self._threshold(-(-size // step) * step)

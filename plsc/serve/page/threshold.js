@@ -3,7 +3,7 @@
 
 import { element } from "./dom.js";
 import { emit, isMatch, on, serviceThreshold, state, threshold } from "./state.js";
-import { words } from "./words.js";
+import { countItems, holdsPeople, words } from "./words.js";
 
 const STEP = 0.005;
 
@@ -51,8 +51,8 @@ const ALARMING = 0.01;   // share of strangers who would match, from which the n
  * false-match rate is that of the service's own threshold, and is one comparison's. A search makes one with every face.
  */
 export function showFalseMatches(place, faces) {
-  const rate = falseMatchRate();
-  const share = rate === null || state.tried !== null ? 0 : 1 - (1 - rate) ** faces;
+  const [rate, fpir] = [falseMatchRate(), predicted()?.fpir];
+  const share = faces === 0 || state.tried !== null ? 0 : fpir ?? 1 - (1 - (rate ?? 0)) ** faces;
   place.className = share >= ALARMING ? "warning" : "hint";
   place.textContent = share === 0 ? "" : falseMatchNote(share);
 }
@@ -82,9 +82,26 @@ function attemptThreshold(value) {
 function explained(service) {
   if (state.info === null) return "";
   if (service === null) return "The service has no threshold. Move the slider to try one.";
+  const held = predicted();
+  if (held !== null) return `The mark is the threshold for searches among ${countItems(held.persons)}, ${formatScore(service)}. ${heldText(held)}`;
   const rate = falseMatchRate();
   const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of ${words().strangers} reaches it.` : "";
   return `The mark is the service's threshold, ${formatScore(service)}.${odds}`;
+}
+
+function heldText({ fpir, persons, most }) {
+  const { strangers, one } = words();
+  const among = Math.max(1, Math.floor(1 / fpir + 1e-6));
+  const who = holdsPeople() ? "somebody" : `a ${one}`;
+  const beyond = persons > most ? ` Beyond ${grouped(most)} nothing was measured: it is extrapolated.` : "";
+  return `At most 1 in ${grouped(among)} ${strangers} is taken for ${who} among them, as predicted.${beyond}`;
+}
+
+/** With --fpir: the rate, how many the chosen collection has, and up to how many there is evidence; null of another model. */
+function predicted() {
+  const chosen = state.collections.find((one) => one.name === state.collection);
+  if (chosen === undefined || (state.info?.fpir ?? null) === null || chosen.contract_id !== state.info.model.contract_id) return null;
+  return { fpir: state.info.fpir, persons: chosen.persons, most: state.info.fpir_persons };
 }
 
 /** The rate that was measured of the service's threshold; null of that of another model. */
