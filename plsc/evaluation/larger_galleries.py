@@ -68,12 +68,12 @@ def is_enough(scores: Float32) -> bool:
     return scores.shape[1] >= _FEWEST and scores.size * _LARGEST_TAIL >= _FEWEST
 
 
-def fit_impostors(scores: Float32) -> ImpostorScores:
-    """Fit to ``scores`` (U, n): of each non-mated probe, those of n persons, 500 at least."""
+def fit_impostors(scores: Float32, share: float = _TAIL) -> ImpostorScores:
+    """Fit to ``scores`` (U, n): of each non-mated probe, those of n persons, 500 at least; ``share`` are the tail."""
     mean, deviation = scores.mean(axis=1, dtype=np.float64), scores.std(axis=1, dtype=np.float64) + 1e-9
     standard = (scores - mean[:, None].astype(np.float32)) / deviation[:, None].astype(np.float32)
     ordered = np.sort(standard, axis=None)
-    tail = min(max(int(_TAIL * ordered.size), _FEWEST), ordered.size // 2)
+    tail = min(max(int(share * ordered.size), _FEWEST), ordered.size // 2)
     reached = np.geomspace(ordered.size, tail + 1, BODY).astype(np.int64)
     body = ordered[ordered.size - reached].astype(np.float64)
     excess = ordered[-tail:].astype(np.float64) - body[-1]

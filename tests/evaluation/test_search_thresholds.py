@@ -22,7 +22,7 @@ POINTS = (OperatingPoint(1e-2, 0.31, 0.9, 100),)
 
 
 def people(seed: int, count: int, faces: int = 1) -> LabelledRows:
-    """Faces of people, some of whom look like many others: each leans towards a common direction by a part of its own."""
+    """Faces of people, some of whom look like many others: each leans to one direction by a part of its own."""
     generator = np.random.default_rng(seed)
     rows = generator.normal(size=(count, 512)) / np.sqrt(512)
     rows[:, 0] += np.abs(0.1 * generator.normal(size=count))

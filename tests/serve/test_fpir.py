@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "threshold": 0.3,
     "false_match_rate": 1e-4,
     "search_thresholds": BY_SIZE,
-    "callers": {"tester": {"role": "admin"}, "camera": {"role": "search", "rights": frozenset({"vectors"})}},
+    "callers": {"tester": {"role": "admin"}, "camera": {"role": "search", "allow": ["vectors"]}},
 }
 
 
@@ -159,7 +159,6 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(model, tmp_path, capsys
 def test_the_command_serves_by_it_and_warns_of_what_is_beyond_the_evidence(model, tmp_path, capsys, monkeypatch):
     from plsc.gallery.backends import open_store
     from plsc.gallery.values import NewPerson
-    from plsc.serve.observability import Metrics
     from plsc.serve.server import Server
 
     path = Path(written(tmp_path / "own.json", open_embedder(model).contract_id))
@@ -170,14 +169,18 @@ def test_the_command_serves_by_it_and_warns_of_what_is_beyond_the_evidence(model
         store.add_persons(name, [NewPerson(row[None]) for row in rows], open_embedder(model).contract_id)
     store.close()
     found: list[Any] = []
+    original = Server.run
 
     def run(server: Server, load: Any, ready: Any) -> None:
-        service = load(Metrics())
-        ready(service)
-        found.append(service.settings)
-        service.close()
+        def ended(service: Any) -> None:
+            ready(service)
+            found.append(service.settings)
+            server.stop()
+
+        original(server, load, ended)
 
     monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr("os.umask", lambda mask: mask)  # that of this process stays
     given = ["serve", "--model", str(model), "--store", str(tmp_path / "store"), "--port", "0", "--fpir", "0.01"]
     assert main([*given, "--calibration", str(path)]) == 0
     told = capsys.readouterr()
