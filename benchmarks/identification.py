@@ -4,11 +4,11 @@
     python benchmarks/identification.py --model quickstart/model.onnx --people avatars:14000x1@5000000
     python benchmarks/identification.py --people drawn                  vectors of 12 groups of people, without a model
 
-People are split by each seed: a share --strangers of them is not enrolled, and of the others one picture is. Half of the
-strangers and --small enrolled people predict; the other strangers search galleries of --sizes other people, as many of
-each size as there are people for. --people takes what `plsc eval --data` takes, or an embedding set. --tail is the share
-of the scores that the tail is fitted to. A row is the mean of --seeds. Where people have several pictures, it has FNIR at
-FPIR 1e-2 and rank-1 of the whole gallery, too.
+People are split by each seed: a share --strangers of them is not enrolled, and of the others one picture is. Half of
+the strangers and --small enrolled people predict. The other strangers search galleries of --sizes other people, as many
+of each size as there are people for. --people takes what `plsc eval --data` takes, or an embedding set. --tail is the
+share of the scores that the tail is fitted to. A row is the mean of --seeds. Where people have several pictures, it has
+FNIR at FPIR 1e-2 and rank-1 of the whole gallery, too.
 """
 
 from collections.abc import Iterator
