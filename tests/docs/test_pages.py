@@ -113,6 +113,13 @@ SETTINGS = {
     "safe_writes.md": Setting(files="model.safetensors ada.jpg"),
     "bulk_enrolment.md": Setting(files="model.safetensors photos/"),
     "picture_quality.md": Setting(files="model.safetensors"),
+    "search_thresholds.md": Setting(
+        files="model.safetensors",
+        replaced={
+            "--gallery enrolled/ --mated again/": "--gallery avatars:500x1@900 --mated avatars:20x2@900",
+            "--non-mated strangers/": "--non-mated avatars:100x1@90000",
+        },
+    ),
     "several_faces.md": Setting(
         files="model.onnx party.jpg", parsed_only=["gallery enrol", "embed"]
     ),  # of photos for a real detector

@@ -154,7 +154,7 @@ def test_the_threshold_of_the_collections_size_and_what_it_holds_are_told(visit:
         "At most 1 in 1,000 strangers is taken for somebody among them, as predicted."
     )
     expect(page.locator("#search-threshold .hint")).to_have_text(told)
-    search_for(page, draw(0), 2)
+    search_for(page, chosen(draw(0)), 2)
     expect(page.locator("#matches .judgement").first).to_have_text("possible match")
     odds = "At this threshold, about 1 in 1,000 strangers would match here by mistake."
     expect(page.locator("#search-odds")).to_have_text(odds)
