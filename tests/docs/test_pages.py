@@ -114,10 +114,10 @@ SETTINGS = {
     "bulk_enrolment.md": Setting(files="model.safetensors photos/"),
     "picture_quality.md": Setting(files="model.safetensors"),
     "search_thresholds.md": Setting(
-        files="model.safetensors",
+        files="model.safetensors unseen/",
         replaced={
-            "--gallery enrolled/ --mated again/": "--gallery avatars:500x1@900 --mated avatars:20x2@900",
-            "--non-mated strangers/": "--non-mated avatars:100x1@90000",
+            "enrolled/ --mated again/ --non-mated strangers/": "unseen/ --mated unseen/ --non-mated avatars:9x1@20",
+            "--fpir 1e-3": "--fmr 1e-1",  # the other takes 500 people
         },
     ),
     "several_faces.md": Setting(

@@ -54,8 +54,8 @@ class LimitsInfo(BaseModel):
 class Info(BaseModel):
     """The service: its model, threshold and limits, and what the caller may do.
 
-    ``fpir`` is what the threshold of each search is predicted to hold among the people whom the collection has then,
-    beyond ``fpir_persons`` by extrapolation. ``threshold`` and ``false_match_rate`` are then of comparisons alone.
+    ``fpir`` is what the threshold of each search is predicted to hold, by the number of persons in the collection then;
+    beyond ``fpir_persons`` it is extrapolated. ``threshold`` and ``false_match_rate`` are then of comparisons alone.
     ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
     ``item`` and ``items`` name one and many of what collections hold. ``next_model`` is the contract id of the model
     that collections can be moved to, null without one. ``audit_head`` is the audit log's newest line, for admins of all
