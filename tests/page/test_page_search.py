@@ -163,6 +163,9 @@ def test_the_threshold_of_the_collections_size_and_what_it_holds_are_told(visit:
         f"among 3 people, {by_size.threshold(3, 3):.3f}. At most 1 in 1,000 strangers is taken for somebody among "
         "them, as predicted. Beyond 2 nothing was measured: it is extrapolated."
     )
+    page.get_by_role("tab", name="Compare").click()
+    meant = "The mark is the service's threshold, 0.500. One in 1,000 pairs of strangers reaches it."
+    expect(page.locator("#compare-threshold .hint")).to_have_text(meant)
     page.get_by_role("tab", name="Service").click()
     expect(page.locator("#service-figures")).to_contain_text(
         "by each collection's size, for an FPIR of 0.001; of two pictures 0.5, for a false-match rate of 0.001"

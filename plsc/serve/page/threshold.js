@@ -21,12 +21,13 @@ export function thresholdSlider(host, name) {
   host.replaceChildren(element("div", { class: "threshold" }, head, element("div", { class: "track" }, slider, mark), own));
 
   const show = () => {
-    const [chosen, service] = [threshold(), serviceThreshold()];
+    const service = name === "compare" ? comparisonThreshold() : serviceThreshold();
+    const chosen = state.tried ?? service;
     slider.min = service !== null && service < 0 ? -1 : 0;
     slider.value = chosen ?? 0.5;
     slider.setAttribute("aria-valuetext", chosen === null ? "none chosen" : formatScore(chosen));
     value.textContent = chosen === null ? "–" : formatScore(chosen);
-    own.textContent = explained(service);
+    own.textContent = explained(service, name === "compare" ? null : predicted());
     mark.hidden = service === null;
     mark.style.setProperty("--at", service === null ? 0 : share(service, Number(slider.min)));
     back.hidden = state.tried === null;
@@ -65,8 +66,7 @@ function falseMatchNote(share) {
 }
 
 /** A score as a bar from 0 to 1 with the threshold ticked on it. */
-export function scoreBar(score) {
-  const limit = threshold();
+export function scoreBar(score, limit = threshold()) {
   const bar = element("span", { class: "score-bar", "aria-hidden": true }, element("i", { class: "fill" }),
     limit === null ? null : element("i", { class: "tick" }));
   bar.style.setProperty("--score", share(score, 0));
@@ -79,15 +79,17 @@ function attemptThreshold(value) {
   emit("threshold");
 }
 
-function explained(service) {
+function explained(service, held) {
   if (state.info === null) return "";
   if (service === null) return "The service has no threshold. Move the slider to try one.";
-  const held = predicted();
   if (held !== null) return `The mark is the threshold for searches among ${countItems(held.persons)}, ${formatScore(service)}. ${heldText(held)}`;
-  const rate = falseMatchRate();
+  const rate = falseMatchRate(service);
   const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of ${words().strangers} reaches it.` : "";
   return `The mark is the service's threshold, ${formatScore(service)}.${odds}`;
 }
+
+/** The threshold of two pictures, which with --fpir is another than that of a search. */
+const comparisonThreshold = () => predicted() === null ? serviceThreshold() : state.info.threshold;
 
 function heldText({ fpir, persons, most }) {
   const { strangers, one } = words();
@@ -105,7 +107,7 @@ function predicted() {
 }
 
 /** The rate that was measured of the service's threshold; null of that of another model. */
-const falseMatchRate = () => serviceThreshold() === state.info?.threshold ? state.info?.false_match_rate ?? null : null;
+const falseMatchRate = (service = serviceThreshold()) => service === state.info?.threshold ? state.info?.false_match_rate ?? null : null;
 
 const grouped = (number) => number.toLocaleString("en");
 
