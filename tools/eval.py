@@ -36,7 +36,8 @@ set; where all are sets, MODEL may be left out. Labels name the persons: mated p
 probes others. FNIR is the share of mated probes whose person is not the best match (R = 1), or below the threshold;
 FPIR that of non-mated probes with any match. An FPIR needs ten false positives; an interval 20 persons who err, 20 who
 do not, and 20 who are false positives. A gallery of 500 persons also predicts the cosines for 1,000 to 1,000,000
-persons, as far as one of the compared scores would reach them.
+persons, as far as one of the compared scores would reach them. --calibration FILE keeps what predicts them, for
+`plsc serve --calibration FILE --fpir 1e-3`, beside the false-match rates of all pairs.
 
 --old OLD --new NEW, in the place of MODEL, says whether the new model's queries can search the old one's gallery
 (compatible.with in plsc train): each set is evaluated four times, with queries of each model and the gallery of each,
@@ -50,7 +51,7 @@ with the cosine that holds each FAR. `plsc serve --model NEW` takes the threshol
   plsc eval --probe knn --train train.emb --data test.emb
   plsc eval --probe linear --data before.emb after.emb
   plsc eval --old old.onnx --new new.onnx --data unseen/
-  plsc eval model.onnx --gallery enrolled/ --mated again/ --non-mated strangers/ --json searches.json
+  plsc eval model.onnx --gallery enrolled/ --mated again/ --non-mated strangers/ --calibration searches.calibration.json
 """
 
 import argparse
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from plsc.evaluation.probe import LabelledRows
     from plsc.evaluation.probe_parts import PartReader
     from plsc.evaluation.roc import Roc
+    from plsc.evaluation.search_thresholds import SearchCalibration
     from plsc.parallel.mesh import Mesh
 
 HELP = "evaluate a model: verification, identification, IJB"
@@ -217,10 +219,14 @@ def _check_searches(args: argparse.Namespace) -> None:
     """Refuse a part that is missing, and options that searches do not have."""
     if len(_parts(args)) < 3:
         raise UsageError("--gallery, --mated and --non-mated go together: give all three")
-    for name in ("pairs", "data", "ijb", "plot", "histogram", "calibration", "groups", "probe", "train"):
+    for name in ("pairs", "data", "ijb", "plot", "histogram", "groups", "probe", "train"):
         if getattr(args, name):
             raise UsageError(f"--{name} does not go with --gallery; leave it out")
     _check_model_of_parts(args, _parts(args))
+    if args.calibration is not None:
+        if args.model is None:
+            raise UsageError("--calibration names the model that it is of: give MODEL, which made these sets")
+        _check_calibration_file(args)
 
 
 def _check_probe(args: argparse.Namespace) -> None:
@@ -254,14 +260,18 @@ def _check_model_of_parts(args: argparse.Namespace, sources: list[str]) -> None:
 
 def _check_calibration(args: argparse.Namespace) -> None:
     """Refuse, before the work, options that cannot give a calibration."""
-    from plsc.api import RAW_PIXELS
-
-    if args.model == RAW_PIXELS:
-        raise UsageError("--calibration: raw-pixels has no embeddings to search by; calibrate a model")
+    _check_calibration_file(args)
     if not (args.data or args.pairs):
         raise UsageError("--calibration compares single images: give --data DIR or --pairs X.bin")
     if args.pairs and args.flip == "auto":
         raise UsageError("--calibration with --pairs: say --flip no, or --flip yes for sets of `plsc embed --flip`")
+
+
+def _check_calibration_file(args: argparse.Namespace) -> None:
+    from plsc.api import RAW_PIXELS
+
+    if args.model == RAW_PIXELS:
+        raise UsageError("--calibration: raw-pixels has no embeddings to search by; calibrate a model")
     if args.calibration.is_dir() or not args.calibration.absolute().parent.is_dir():
         raise UsageError(f"--calibration {args.calibration}: name a file in a folder that exists")
     check_output(args.calibration, overwrite=args.overwrite)
@@ -361,11 +371,14 @@ def _search(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.parallel.mesh import initialised
 
     with initialised() as mesh:
-        parts = _reader(args, mesh).read(_parts(args), compared=True)
+        reader = _reader(args, mesh)
+        parts = reader.read(_parts(args), compared=True)
         found = on_main(lambda: _errors(parts, args.seed), mesh)
     if not mesh.is_main:
         return None
     show(*searches_table(found).split("\n"), "", *sizes_table(found["predicted"]).split("\n"))
+    if reader.model is not None and args.calibration is not None:
+        _calibrate_searches(args, reader.model, parts)
     sources = dict(zip(("gallery", "mated", "non_mated"), _parts(args), strict=True))
     return {"model": args.model, **sources, "searches": found}
 
@@ -412,18 +425,40 @@ def _check_measured(result: dict[str, Any], json: Path | None) -> None:
         note(f"warning: {text}")
 
 
-def _calibrate(args: argparse.Namespace, model: "EmbeddingModel", rocs: "dict[str, Roc]", images: int) -> None:
+def _calibrate(
+    args: argparse.Namespace,
+    model: "EmbeddingModel",
+    rocs: "dict[str, Roc]",
+    images: int,
+    searches: "SearchCalibration | None" = None,
+) -> None:
     from plsc.embedding.embedder import contract_of
     from plsc.evaluation.calibration import calibrate, write_calibration
 
     contract = contract_of(model, FLIP[args.flip] is True)
-    calibration = calibrate(rocs, contract_id=contract, model=args.model, images=images)
+    calibration = calibrate(rocs, contract_id=contract, model=args.model, images=images, searches=searches)
     write_calibration(args.calibration, calibration)
     strictest = calibration.points[-1]
     show(
         f"calibrated: {args.calibration} holds false-match rates down to {strictest.fmr:g} "
         f"(cosine {strictest.threshold:.4f}, true-match rate {strictest.tmr:.4f}), "
         f"from {calibration.impostor_pairs:,} different and {calibration.genuine_pairs:,} same pairs"
+    )
+
+
+def _calibrate_searches(args: argparse.Namespace, model: "EmbeddingModel", parts: "Sequence[LabelledRows]") -> None:
+    from plsc.evaluation.one_to_many import pair_roc
+    from plsc.evaluation.search_thresholds import calibrate_searches
+
+    searches = calibrate_searches(parts[0], parts[2], seed=args.seed)
+    rocs = {", ".join(part.name for part in parts): pair_roc(parts, args.seed)}
+    _calibrate(args, model, rocs, sum(map(len, parts)), searches)
+    if searches is None:
+        note(f"warning: {args.calibration} predicts no FPIR: that takes 500 enrolled persons and 50,000 scores")
+        return
+    persons = searches.persons_at(1e-3)
+    show(
+        f"predicted: FPIR 1e-3 up to {counted(persons, 'person')}, from {searches.scores:,} scores of non-mated probes"
     )
 
 

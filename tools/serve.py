@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from plsc.embedding.embedder import EmbeddingModel
     from plsc.evaluation.calibration import Calibration
+    from plsc.evaluation.search_thresholds import SearchThresholds
     from plsc.gallery.store import Store
     from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
@@ -60,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--threshold", type=cosine, metavar="T", help="cosine above which two faces may be one person")
     judge.add_argument("--calibration", type=Path, metavar="FILE", help="or what plsc eval --calibration measured")
     judge.add_argument("--fmr", type=float, metavar="R", help="its false-match rate to keep (1e-4, if measured)")
+    text = "or the share of searches for strangers that may match, however many people a collection has"
+    judge.add_argument("--fpir", type=float, metavar="R", help=text)
     step = number(float, lambda value: 0 <= value <= 1, "it lies between 0 (exact scores) and 1")
     text = "of scores shown to tokens without vectors (0.01)"
     judge.add_argument("--score-step", type=step, default=0.01, metavar="S", help=text)
@@ -101,6 +104,8 @@ def run(args: argparse.Namespace) -> None:
 
     def ready(service: "Service") -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
+        if (by_size := settings.search_thresholds) is not None:
+            judge += f", in searches by FPIR {by_size.fpir:g}, predicted up to {counted(by_size.persons, 'person')}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
         compatible = service.models.compatible_with(service.contract_id)
@@ -193,9 +198,10 @@ def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "S
     own = {} if folder is None else {name: folder / file for name, file in in_folder.items()}
     given = {**_given(args, Settings), **{name: getattr(args, name) or path for name, path in own.items()}}
     chosen = {"threshold": threshold, "false_match_rate": rate, "items": Items.parse(args.items), "limits": limits}
+    by_size = _search_thresholds(args, calibration)
     limited: dict[str, Any] = {"quality_gates": parse_quality_gates(args.quality_gate)}
     limited |= {"rate_limits": parse_rate_limits(args.rate_limit), "audit_events": _audit_events(args)}
-    return Settings(**{**given, **chosen, **limited})
+    return Settings(**{**given, **chosen, **limited}, search_thresholds=by_size)
 
 
 def _given(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
@@ -216,6 +222,12 @@ def _audit_events(args: argparse.Namespace) -> frozenset[str]:
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
     if args.fmr is not None and args.calibration is None:
         raise UsageError("--fmr needs --calibration FILE, in which plsc eval measured the rates")
+    if args.fpir is not None:
+        for option in ("threshold", "fmr"):
+            if getattr(args, option) is not None:
+                raise UsageError(f"--fpir finds the threshold of each search; leave --{option} out")
+        if args.calibration is None:
+            raise UsageError("--fpir needs --calibration FILE, written by plsc eval --gallery … --calibration FILE")
     if args.calibration is not None and args.threshold is not None:
         raise UsageError("give --threshold or --calibration, not both")
     if args.calibration is None:
@@ -231,6 +243,18 @@ def _judgement(args: argparse.Namespace, calibration: "Calibration | None") -> t
         return (args.threshold, None) if args.threshold is not None or args.flip else _published(args.model)
     rate = calibration.default_fmr if args.fmr is None else args.fmr
     return calibration.threshold_at(rate), rate
+
+
+def _search_thresholds(args: argparse.Namespace, calibration: "Calibration | None") -> "SearchThresholds | None":
+    if args.fpir is None or calibration is None:
+        return None
+    from plsc.evaluation.search_thresholds import SearchThresholds
+
+    if calibration.searches is None:
+        raise UsageError(
+            f"--fpir: {args.calibration} predicts no FPIR; measure it with plsc eval --gallery, --mated and --non-mated"
+        )
+    return SearchThresholds(calibration.searches, args.fpir)
 
 
 def _published(model: str) -> tuple[float | None, float | None]:
@@ -291,6 +315,7 @@ def _load(
             _warn_of_moved(store, contract_of(next_embedder, args.flip), args.next_model)
         service = Service(embedder, store, settings, metrics, detector, next_embedder)
         _warn_of_models(service)
+        _warn_of_sizes(service)
     except BaseException:
         store.close()
         raise
@@ -312,6 +337,18 @@ def _warn_of_models(service: "Service") -> None:
         note(f"{'not ready' if are_all else 'warning'}: {refusal}")
     if len(refusals) > _WARNED_OF:
         note(f"{counted(len(refusals) - _WARNED_OF, 'more collection')} likewise")
+
+
+def _warn_of_sizes(service: "Service") -> None:
+    by_size = service.settings.search_thresholds
+    if by_size is None:
+        return
+    sizes = {info.name: by_size.size(info.persons, info.faces) for info in service.store.collections()}
+    for name, size in [(name, size) for name, size in sizes.items() if size > by_size.persons][:_WARNED_OF]:
+        note(
+            f"warning: {name} counts as {size:,} persons, and the calibration is evidence of FPIR {by_size.fpir:g} up "
+            f"to {by_size.persons:,}: its threshold is extrapolated; calibrate on more people"
+        )
 
 
 def _warn_of_moved(store: "Store", contract_id: str, model: str) -> None:

@@ -4,12 +4,14 @@ The file is JSON with a digest of its own content::
 
     {"format": "plsc calibration", "version": 1, "contract_id", "model", "sets": [names], "images",
      "impostor_pairs", "genuine_pairs",
-     "points": [{"fmr", "threshold", "tmr", "impostors"}, …], "seal"}
+     "points": [{"fmr", "threshold", "tmr", "impostors"}, …], "searches": {…}, "seal"}
 
 ``fmr`` is the false-match rate that a point guarantees, ``impostors`` the number of different pairs that score at least
 ``threshold`` (at most ``fmr`` times all of them), ``tmr`` the true-match rate: the share of same pairs that do. The
 rates fall from 0.1 by 1, 5, 2 in each decade, as long as ten impostors support each. Pairs share people, so ten pairs
 are fewer than ten independent cases: use more people before relying on the last point.
+
+``searches``, which a file may lack, predicts thresholds of searches: :mod:`plsc.evaluation.search_thresholds`.
 """
 
 import json
@@ -20,6 +22,7 @@ from typing import Any
 
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, allowed_impostors, merge_rocs, threshold_that_holds
+from plsc.evaluation.search_thresholds import SearchCalibration
 from plsc.files import LARGEST_JSON, digest, parse_json, write_json
 from plsc.signing import CALIBRATION, read_signed
 
@@ -59,6 +62,7 @@ class Calibration:
     impostor_pairs: int
     genuine_pairs: int
     points: tuple[OperatingPoint, ...]
+    searches: SearchCalibration | None = None
 
     @property
     def default_fmr(self) -> float:
@@ -87,7 +91,9 @@ class Calibration:
         return self.point_at(fmr).threshold
 
 
-def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: int) -> Calibration:
+def calibrate(
+    rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: int, searches: SearchCalibration | None = None
+) -> Calibration:
     """Compute the operating points of all pairs of several sets together.
 
     Args:
@@ -95,6 +101,7 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
         contract_id: of the embeddings.
         model: the model's name.
         images: number of images that form the pairs.
+        searches: what predicts thresholds of searches.
 
     Raises:
         DataError: the pairs do not even support a rate of 0.1, or there is no same pair.
@@ -108,7 +115,8 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
             f"{', '.join(rocs)}: {roc.impostor_pairs:,} different pairs support no false-match rate up to 0.1 "
             f"({MINIMUM_IMPOSTORS} of them must match there); calibrate on more people"
         )
-    return Calibration(contract_id, model, tuple(rocs), images, roc.impostor_pairs, roc.genuine_pairs, tuple(points))
+    pairs = roc.impostor_pairs, roc.genuine_pairs
+    return Calibration(contract_id, model, tuple(rocs), images, *pairs, tuple(points), searches)
 
 
 def operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
@@ -129,7 +137,8 @@ def operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write ``calibration`` with its digest, atomically; :class:`UsageError` if ``path`` cannot be written."""
-    content = {"format": FORMAT, "version": VERSION, **json.loads(json.dumps(asdict(calibration)))}
+    kept = {name: value for name, value in asdict(calibration).items() if value is not None}
+    content = {"format": FORMAT, "version": VERSION, **json.loads(json.dumps(kept))}
     write_json(path, {**content, "seal": digest(content)})
 
 
@@ -165,7 +174,7 @@ def _parsed(path: str | Path, content: dict[str, Any]) -> Calibration:
 
     try:
         calibration = TypeAdapter(Calibration).validate_json(json.dumps(content), strict=True)
-        reason = ""
+        reason = "" if calibration.searches is None else calibration.searches.flaw()
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

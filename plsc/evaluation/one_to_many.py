@@ -9,7 +9,7 @@ They hold for this gallery, and other probes like these.
 A probe that gave no embedding finds nobody: a mated one is missed, a non-mated one no false positive.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from plsc.embedding.columns import Float32, Float64, Int64, Mask
 from plsc.errors import DataError
 from plsc.evaluation.probe import LabelledRows
-from plsc.evaluation.roc import MINIMUM_IMPOSTORS
+from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, all_pairs_roc, sample_identities
 from plsc.evaluation.search import FPIRS, parts_of
 from plsc.progress import printable
 
@@ -85,6 +85,14 @@ def person_scores(probes: Float32, faces: Float32, first: Int64) -> Iterator[tup
     """Yield a part of the probes and their score of each person, whose faces begin at ``first``."""
     for part in parts_of(len(probes), len(faces)):
         yield part, np.maximum.reduceat(probes[part] @ faces.T, first, axis=1)
+
+
+def pair_roc(parts: Sequence[LabelledRows], seed: int = 0) -> Roc:
+    """The exact ROC of all pairs of all pictures, sampled by ``seed`` where there are more than 10^8."""
+    names = np.concatenate([np.asarray(part.class_names)[part.labels] for part in parts])
+    labels = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    sample = sample_identities(labels, seed)
+    return all_pairs_roc(np.concatenate([part.unit for part in parts])[sample], labels[sample])
 
 
 def identification_errors(searches: Searches, *, rank: int = 1, seed: int = 0, draws: int = DRAWS) -> dict[str, Any]:

@@ -308,7 +308,10 @@ class Service:
         """
         name, space = spaces.info.name, spaces.info.contract_id
         if (model := self.model_for(space)) == space or is_of(model, space):
-            return await self.add(change, name, *args, contract_id=space, **keywords)
+            added = await self.add(change, name, *args, contract_id=space, **keywords)
+            if self.settings.search_thresholds is not None:  # the next search is among more
+                self.forget(name)
+            return added
         beside = {"contract_id": model, "compatible_with": self.models.compatible_with(model)}
         added = await self.add(change, name, *args, **beside, **keywords)
         self.forget(name)
@@ -330,17 +333,27 @@ class Service:
             return await work(now)
 
     def settings_of(self, spaces: Spaces) -> Settings:
-        """The settings with the threshold of a collection's model, None where that is not known."""
+        """The settings with the threshold of a collection's model and size, None where that is not known."""
         contract_id, migration = spaces.info.contract_id, spaces.migration
         if contract_id in self.own_contracts:
-            return self.settings
+            return self._sized(spaces.info)
         measured = self.settings.false_match_rate is not None  # among vectors of the model alone
         is_own = set(models_in(contract_id)) <= {*self.own_contracts}
-        if is_own or (self._searching(spaces) == self.contract_id and not measured):
+        if is_own:
+            return self._sized(spaces.info)
+        if self._searching(spaces) == self.contract_id and not measured:
             return self.settings
         threshold = self.thresholds.get(contract_id)  # of a move that is finished
         if migration is not None:
             threshold = migration.details.get("thresholds", {}).get(contract_id)
+        return replace(self.settings, threshold=threshold, false_match_rate=None)
+
+    def _sized(self, info: Collection) -> Settings:
+        """The settings with the threshold of searches among as many as ``info`` has."""
+        by_size = self.settings.search_thresholds
+        if by_size is None:
+            return self.settings
+        threshold = by_size.threshold(info.persons, info.faces)
         return replace(self.settings, threshold=threshold, false_match_rate=None)
 
     async def statistics(self, collection: str) -> Mapping[str, float]:

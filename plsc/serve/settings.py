@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from plsc.embedding.quality import QualityGate
 from plsc.errors import UsageError
 from plsc.gallery.sqlite import COMPACT_WITHIN
 from plsc.image_files import PixelLimits
 from plsc.serve.limits import Clock, RateLimit
+
+if TYPE_CHECKING:
+    from plsc.evaluation.search_thresholds import SearchThresholds
 
 MIB = 2**20
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:(?P<port>[0-9]{1,5}))?")  # the header, in lower case
@@ -150,6 +153,7 @@ class Settings:
     ``rate_limits`` are those of every caller, for kinds of which its token has none.
     ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
     kept, None keeps all.
+    ``search_thresholds`` judge searches in place of ``threshold``, by how many persons a collection has at present.
     ``next_threshold`` is of the next model, in the place of the one that a move's judgement finds.
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
     ``items`` names what collections hold; for others than people nothing is said of faces and aligned crops.
@@ -165,6 +169,7 @@ class Settings:
     threshold: float | None = None
     next_threshold: float | None = None
     false_match_rate: float | None = None
+    search_thresholds: "SearchThresholds | None" = None
     score_step: float = 0.01
     rate_limits: tuple[RateLimit, ...] = ()
     flip: bool = False

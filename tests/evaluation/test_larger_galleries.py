@@ -41,13 +41,13 @@ def holds(predicted, size, name):
 def test_one_tail_for_all_probes_would_be_wrong_and_each_probes_own_is_right():
     scores, _ = simulated(0, 300, 600)
     fitted = fit_impostors(scores)
-    for size in SIZES:
-        threshold = fitted.threshold(size, 0.1)
-        assert fitted.fpir(size, threshold) == pytest.approx(0.1, abs=1e-6)
-        assert true_fpir(size, threshold) == pytest.approx(0.1, rel=0.25)
+    for size, rate in ((size, rate) for size in SIZES for rate in (0.1, 0.3)):
+        threshold = fitted.threshold(size, rate)
+        assert fitted.fpir(size, threshold) == pytest.approx(rate, abs=1e-6)
+        assert true_fpir(size, threshold) == pytest.approx(rate, rel=0.2)
     shuffled = np.random.default_rng(1).permuted(scores.ravel()).reshape(scores.shape)
     alike = fit_impostors(shuffled)
-    assert true_fpir(3000, alike.threshold(3000, 0.1)) < 0.08  # it misses by a quarter
+    assert true_fpir(3000, alike.threshold(3000, 0.3)) < 0.2  # it misses by a third
 
 
 def test_what_the_scores_cannot_tell_is_none():
@@ -78,8 +78,8 @@ def test_a_persons_score_is_that_of_the_best_face():
 @pytest.mark.exhaustive
 def test_intervals_hold_the_true_threshold_at_three_sizes():
     held = [
-        holds(predict_thresholds(*simulated(seed, 200, 600), seed=seed, sizes=SIZES, draws=60), size, name)
-        for seed in range(12)
+        holds(predict_thresholds(*simulated(seed, 200, 600), seed=seed, sizes=SIZES, draws=40), size, name)
+        for seed in range(24)
         for size, name in ((1000, "1e-1"), (3000, "1e-1"), (10_000, "1e-1"))
     ]
     assert np.mean(held) > 0.85

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 from support.page_actions import (
@@ -17,7 +18,9 @@ from support.page_actions import (
     shown_matches,
     tab_to,
 )
-from support.page_kit import chosen, cosine, png
+from support.page_kit import chosen, cosine, draw, png
+
+from plsc.evaluation.search_thresholds import SearchCalibration, SearchThresholds
 
 pytestmark = [pytest.mark.slow, pytest.mark.live]
 
@@ -134,6 +137,39 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     page.get_by_role("button", name="Reset to 0.500").click()
     page.get_by_role("tab", name="Search").click()
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
+
+
+def test_the_threshold_of_the_collections_size_and_what_it_holds_are_told(visit: Any, serve: Any) -> None:
+    body = tuple(np.linspace(-3, 2.7, 100).tolist())
+    measured = SearchCalibration((0.0, 0.02), (0.1, 0.1), body, 0.003, 0.35, 0.05, 2000, 1.0)
+    by_size = SearchThresholds(measured, 1e-3)  # evidence up to 2 persons
+    service = serve(search_thresholds=by_size)
+    few, many = service.collection("few"), service.collection("many")
+    for collection, count in ((few, 2), (many, 3)):
+        for number in range(count):
+            service.enrol(collection, f"P{number}", [draw(number)])
+    page = visit(few, service)
+    told = (
+        f"The mark is the threshold for searches among 2 people, {by_size.threshold(2, 2):.3f}. "
+        "At most 1 in 1,000 strangers is taken for somebody among them, as predicted."
+    )
+    expect(page.locator("#search-threshold .hint")).to_have_text(told)
+    search_for(page, chosen(draw(0)), 2)
+    expect(page.locator("#matches .judgement").first).to_have_text("possible match")
+    odds = "At this threshold, about 1 in 1,000 strangers would match here by mistake."
+    expect(page.locator("#search-odds")).to_have_text(odds)
+    page = visit(many, service)
+    expect(page.locator("#search-threshold .hint")).to_contain_text(
+        f"among 3 people, {by_size.threshold(3, 3):.3f}. At most 1 in 1,000 strangers is taken for somebody among "
+        "them, as predicted. Beyond 2 nothing was measured: it is extrapolated."
+    )
+    page.get_by_role("tab", name="Compare").click()
+    meant = "The mark is the service's threshold, 0.500. One in 1,000 pairs of strangers reaches it."
+    expect(page.locator("#compare-threshold .hint")).to_have_text(meant)
+    page.get_by_role("tab", name="Service").click()
+    expect(page.locator("#service-figures")).to_contain_text(
+        "by each collection's size, for an FPIR of 0.001; of two pictures 0.5, for a false-match rate of 0.001"
+    )
 
 
 def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, serve: Any) -> None:

@@ -3,7 +3,7 @@
 import { byId, clearError, element, runWithErrors, showWarnings } from "./dom.js";
 import { asInputs, Pictures } from "./picture.js";
 import { call } from "./service.js";
-import { on } from "./state.js";
+import { on, state } from "./state.js";
 import { formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
 
 const error = byId("compare-error");
@@ -51,6 +51,6 @@ function show() {
   const verdict = byId("compare-verdict");
   if (answer === null) return verdict.replaceChildren();
   return verdict.replaceChildren(
-    element("span", { class: "number" }, formatScore(answer.score)), scoreBar(answer.score), judgement(answer.score, answer.same_person),
+    element("span", { class: "number" }, formatScore(answer.score)), scoreBar(answer.score, state.tried ?? answer.threshold), judgement(answer.score, answer.same_person),
   );
 }

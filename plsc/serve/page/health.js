@@ -82,10 +82,11 @@ function clear() {
   byId("service-collections").tBodies[0].replaceChildren();
 }
 
-function threshold({ threshold: own, false_match_rate: rate }) {
+function threshold({ threshold: own, false_match_rate: rate, fpir }) {
   if (own === null) return "none";
   const short = Number(own.toFixed(4));
-  return rate === null ? String(short) : `${short}, for a false-match rate of ${rate}`;
+  const text = rate === null ? String(short) : `${short}, for a false-match rate of ${rate}`;
+  return (fpir ?? null) === null ? text : `by each collection's size, for an FPIR of ${fpir}; of two pictures ${text}`;
 }
 
 function collectionRow(one) {

@@ -26,7 +26,7 @@ class NewCollection(Body):
 
 
 class CollectionView(BaseModel):
-    """A collection; ``threshold`` is that of its model, null where the service has none.
+    """A collection; ``threshold`` is that of its model (and with an FPIR its size), null where the service has none.
 
     ``contract_id`` names the models of its vectors, with commas between where compatible ones have enrolled.
     """
@@ -83,7 +83,7 @@ async def create_collection(
                 )
             service.forget(body.name)
             about = (body.name, service.embedder.embedding_dim, service.contract_id)
-            shown = claim.request(lambda made: {**asdict(made), "threshold": service.settings.threshold})
+            shown = claim.request(lambda made: asdict(made) | {"threshold": _threshold(service, Spaces(made, None))})
             created = await service.add(service.store.create_collection, *about, idempotent=shown)
         return await _view(service, created)
 
@@ -99,7 +99,11 @@ async def _view(service: Service, info: Collection) -> CollectionView:
     migration = None
     if info.contract_id != service.contract_id:  # moved to the next model
         migration = await service.in_store(service.store.migration, info.name)
-    return CollectionView(**asdict(info), threshold=service.settings_of(Spaces(info, migration)).threshold)
+    return CollectionView(**asdict(info), threshold=_threshold(service, Spaces(info, migration)))
+
+
+def _threshold(service: Service, spaces: Spaces) -> float | None:
+    return service.settings_of(spaces).threshold
 
 
 @router.delete("/{collection}", **DELETED, responses=error_responses(404))

@@ -54,6 +54,8 @@ class LimitsInfo(BaseModel):
 class Info(BaseModel):
     """The service: its model, threshold and limits, and what the caller may do.
 
+    ``fpir`` is what the threshold of each search is predicted to hold, by the number of persons in the collection then;
+    beyond ``fpir_persons`` it is extrapolated. ``threshold`` and ``false_match_rate`` are then of comparisons alone.
     ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
     ``item`` and ``items`` name one and many of what collections hold. ``next_model`` is the contract id of the model
     that collections can be moved to, null without one. ``audit_head`` is the audit log's newest line, for admins of all
@@ -65,6 +67,8 @@ class Info(BaseModel):
     next_model: str | None
     threshold: float | None
     false_match_rate: float | None
+    fpir: float | None
+    fpir_persons: int | None
     limits: LimitsInfo
     detector: bool
     thumbnails: bool
@@ -156,6 +160,8 @@ async def info(service: Served) -> Info:
         next_model=service.next_contract_id,
         threshold=settings.threshold,
         false_match_rate=settings.false_match_rate,
+        fpir=None if settings.search_thresholds is None else settings.search_thresholds.fpir,
+        fpir_persons=None if settings.search_thresholds is None else settings.search_thresholds.persons,
         limits=LimitsInfo(**limits),
         detector=service.detector is not None,
         thumbnails=service.thumbnails.keeps,
