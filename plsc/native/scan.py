@@ -36,9 +36,10 @@ _ARGUMENTS = (
 )
 # plsc_encode_rows' parameters: rows, count, dim, stride, four constants; codes, steps, residues, lengths.
 _ENCODING_ARGUMENTS: tuple[Any, ...] = (_POINTER, *[_INTEGER] * 3, *[ctypes.c_float] * 4, *[_POINTER] * 4)
-# plsc_nearest_rows' parameters: vectors, codes, bounds, count of rows and of queries; least; dim, stride, threads; three
-# results.
-_NEAREST_ARGUMENTS = (*[*[_POINTER] * 3, _INTEGER] * 2, _POINTER, *[_INTEGER] * 3, *[_POINTER] * 3)
+_NEAREST_UNITS = ("avx512-vnni", "avx2-vnni", "neon-dot")
+# plsc_nearest_rows' parameters: vectors, codes, bounds and count, of rows and of queries; least; dim, stride, threads;
+# three results.
+_NEAREST_ARGUMENTS: tuple[Any, ...] = (*[*[_POINTER] * 3, _INTEGER] * 2, _POINTER, *[_INTEGER] * 3, *[_POINTER] * 3)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class ScanKernel:
             "avx2", "neon-bf16", "neon" or "portable" (without fused multiply-adds). "int8": "amx-int8", "avx512-vnni",
             "avx512", "avx2-vnni", "avx2", "neon-dot" or "portable" (without products of bytes).
         rounds_queries: True if it takes queries in bfloat16.
+        finds_nearest: True if :meth:`nearest` adds products of bytes without saturation, and nothing multiplies faster.
     """
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
@@ -109,6 +111,7 @@ class ScanKernel:
         self._encode.argtypes, self._encode.restype = _ENCODING_ARGUMENTS, _INTEGER
         self._nearest = compiled.plsc_nearest_rows
         self._nearest.argtypes, self._nearest.restype = _NEAREST_ARGUMENTS, _INTEGER
+        self.finds_nearest = self.products["int8"] in _NEAREST_UNITS
         self.rounds_queries = bool(compiled.plsc_rounds_queries())
 
     def __call__(
@@ -205,12 +208,10 @@ class ScanKernel:
         """
         products, others = np.empty((2, len(queries.vectors)), dtype=np.float32)
         found = np.empty(len(queries.vectors), dtype=np.int64)
-        parts = [
-            part
-            for coded in (rows, queries)
-            for part in (*map(_address, (coded.vectors, coded.codes, coded.bounds)), len(coded.vectors))
-        ]
-        into = map(_address, (products, found, others))
+        parts: list[int | None] = []
+        for coded in (rows, queries):
+            parts += [_address(coded.vectors), _address(coded.codes), _address(coded.bounds), len(coded.vectors)]
+        into = (_address(products), _address(found), _address(others))
         if self._nearest(*parts, _address(least), rows.vectors.shape[1], rows.codes.shape[1], threads, *into):
             raise MemoryError("the candidates of nearest rows do not fit into memory")
         return products, found, others
