@@ -33,6 +33,7 @@ from plsc.models.preprocessing import normalize
 from plsc.parallel.mesh import Mesh
 
 _PARTIAL_FC, _MARGINS, _BACKBONES = "partial_fc_v2.py", "losses.py", "backbones/iresnet.py"
+_FAISS_KMEANS = {"spherical": True, "min_points_per_centroid": 1, "max_points_per_centroid": 2**31 - 1}
 FAISS_BLOCKS = (1024, 4096, 16384, 65536)  # rows per matrix product that faiss is tried with; the first is its default
 
 
@@ -284,16 +285,91 @@ def _needs(module: str) -> Callable[[], str | None]:
     return lambda: None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
-def _faiss_kmeans(folder: Path, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
+_SUPER_SEED = 42  # of superkmeans' own draws
+
+
+def _cluster_rows(folder: Path) -> Float32:
+    rows: Float32 = np.load(folder / "rows.npy", allow_pickle=False)
+    return rows
+
+
+def _rows_from_common_start(draws: Callable[[int], Int64], folder: Path) -> Float32:
+    """The rows in an order in which those that ``draws(N)`` begins with are the common first centres.
+
+    A clustering that takes no first centres draws rows by its seed; so it is given these rows there.
+    """
+    rows, start = _cluster_rows(folder), np.load(folder / "start_rows.npy", allow_pickle=False)
+    drawn = draws(len(rows))
+    order = np.empty(len(rows), dtype=np.int64)
+    order[drawn[: len(start)]] = start
+    order[drawn[len(start) :]] = np.setdiff1d(np.arange(len(rows)), start)
+    return rows[order]
+
+
+def _drawn_by_faiss(count: int) -> Int64:
+    """faiss::rand_perm as faiss::SuperKMeans calls it."""
+    from plsc.index.scan import load_faiss
+
+    faiss = load_faiss()
+    drawn = np.empty(count, dtype=np.int32)
+    faiss.rand_perm(faiss.swig_ptr(drawn), count, faiss.SuperKMeansParameters().seed + 1)
+    return drawn.astype(np.int64)
+
+
+def _drawn_by_superkmeans(count: int) -> Int64:
+    """libstdc++'s std::shuffle of 0 to ``count``, above 65,536, by std::mt19937: Lemire's bounded numbers."""
+    engine = np.random.RandomState(_SUPER_SEED)  # the same generator, seeded alike
+    numbers = iter(engine.randint(0, 1 << 32, 2 * count, dtype=np.uint32).tolist())
+    drawn = list(range(count))
+    for last in range(1, count):
+        bound = last + 1
+        product = next(numbers) * bound
+        while product % (1 << 32) < (1 << 32) % bound:
+            product = next(numbers) * bound
+        other = product >> 32
+        drawn[last], drawn[other] = drawn[other], drawn[last]
+    return np.array(drawn)
+
+
+def _why_no_super_kmeans() -> str | None:
+    if (reason := _needs("faiss")()) is not None:
+        return reason
+    from plsc.index.scan import load_faiss
+
+    faiss = load_faiss()
+    return None if hasattr(faiss, "SuperKmeans") else f"faiss {faiss.__version__} has no SuperKmeans; 1.15 has it"
+
+
+def _faiss_kmeans(rows: Float32, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
     """faiss.Kmeans on all points, not on a sample of them, from the same first centres."""
     from plsc.index.scan import load_faiss
 
     faiss = load_faiss()
     faiss.omp_set_num_threads(threads)
-    options = {"spherical": True, "niter": iterations, "min_points_per_centroid": 1}
-    kmeans = faiss.Kmeans(start.shape[1], len(start), max_points_per_centroid=2**31 - 1, **options)
-    kmeans.train(np.load(folder / "rows.npy"), init_centroids=start)
+    kmeans = faiss.Kmeans(rows.shape[1], len(start), niter=iterations, **_FAISS_KMEANS)
+    kmeans.train(rows, init_centroids=start)
     return kmeans.centroids, iterations
+
+
+def _faiss_super_kmeans(rows: Float32, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
+    """faiss.SuperKmeans on all points."""
+    from plsc.index.scan import load_faiss
+
+    faiss = load_faiss()
+    faiss.omp_set_num_threads(threads)
+    kmeans = faiss.SuperKmeans(rows.shape[1], len(start), niter=iterations, **_FAISS_KMEANS)
+    kmeans.train(rows)
+    return kmeans.centroids, iterations
+
+
+def _super_kmeans(rows: Float32, start: Float32, iterations: int, threads: int) -> tuple[Float32, int]:
+    """superkmeans on all points, in float32, without early ends; assignments are right with high probability."""
+    superkmeans: Any = importlib.import_module("superkmeans")
+    options = {"sampling_fraction": 1.0, "hierarchical": False, "angular": True, "early_termination": False}
+    kmeans = superkmeans.SuperKMeans(
+        len(start), rows.shape[1], iters=iterations, n_threads=threads, seed=_SUPER_SEED, **options
+    )
+    return kmeans.train(rows), iterations
 
 
 # Loaders of pictures ------------------------------------------------------------------------------------------------
@@ -365,7 +441,23 @@ BASELINES = {
         "faiss-tuned": Contestant("faiss flat, block size tuned", _faiss, prepare=_tune_faiss, why_not=_needs("faiss")),
         "usearch": Contestant("usearch, exact", _usearch, why_not=_needs("usearch")),
     },
-    "cluster": {"faiss": Contestant("faiss.Kmeans, spherical, all points", _faiss_kmeans, why_not=_needs("faiss"))},
+    "cluster": {
+        "faiss": Contestant(
+            "faiss.Kmeans, spherical, all points", _faiss_kmeans, _cluster_rows, why_not=_needs("faiss")
+        ),
+        "faiss-super": Contestant(
+            "faiss.SuperKmeans, spherical, all points",
+            _faiss_super_kmeans,
+            partial(_rows_from_common_start, _drawn_by_faiss),
+            why_not=_why_no_super_kmeans,
+        ),
+        "superkmeans": Contestant(
+            "superkmeans, angular, all points",
+            _super_kmeans,
+            partial(_rows_from_common_start, _drawn_by_superkmeans),
+            why_not=_needs("superkmeans"),
+        ),
+    },
     "data": {
         "webdataset": Contestant("webdataset", partial(_webdataset, False), why_not=_needs("webdataset")),
         "webdataset-fast": Contestant(

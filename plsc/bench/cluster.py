@@ -46,8 +46,9 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     contestant = all_contestants("cluster", CLUSTERINGS, task["baselines"])[task["contestant"]]
     folder = Path(task["data"])
     start = np.load(folder / "start.npy", allow_pickle=False)
+    source = folder if contestant.prepare is None else contestant.prepare(folder)
     peak, cpu, begin = PeakMemory(torch.device("cpu")), time.process_time(), time.perf_counter()
-    centres, iterations = contestant.build(folder, start, task["iterations"], task["threads"])
+    centres, iterations = contestant.build(source, start, task["iterations"], task["threads"])
     figures = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - begin, "memory_mib": peak.above()}
     assigner = Assigner(Points(EmbeddingSet(folder / "set.emb")))  # of all, by one program, and not timed
     assigner.assign(np.ascontiguousarray(centres, dtype=np.float32))
@@ -82,8 +83,9 @@ def compare_clusterings(comparison: ClusterComparison, *, quiet: bool = False) -
         folder = Path(name)
         rows = np.array(make_search_data(folder, comparison.rows, comparison.dim).rows)
         write_embedding_set(folder / "set.emb", rows, contract_id="benchmark")
-        chosen = np.random.default_rng(0).choice(len(rows), comparison.k, replace=False)
-        np.save(folder / "start.npy", rows[np.sort(chosen)])
+        chosen = np.sort(np.random.default_rng(0).choice(len(rows), comparison.k, replace=False))
+        np.save(folder / "start_rows.npy", chosen)
+        np.save(folder / "start.npy", rows[chosen])
         rounds = comparison.measure(folder, quiet=quiet, iterations=comparison.iterations)
     return {"rows": [_row(comparison, name, rounds[name]) for name in rounds], "ratios": _ratios(rounds)}
 

@@ -89,7 +89,7 @@ class Contestant:
         label: its name in tables.
         build: makes its step of a :class:`Task` and this rank's mesh; of a search, the search of rows and threads.
         prepare: of a loop, brings a batch into the form that its step takes; of a search, tunes it for queries and
-            returns a remark.
+            returns a remark; of a clustering, reads the rows of the folder in the order that it wants, before its time.
         peer: of one that needs a peer's files: checks their folder (UsageError), and returns their versions.
         why_not: the reason why it cannot run here at all, or None.
     """

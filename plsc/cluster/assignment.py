@@ -15,12 +15,14 @@ costs least.
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from plsc.embedding.columns import Float32, Float64, Int64
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError
+from plsc.index.codes import LARGEST_DIM, ZERO, encode_into, stride_of
 from plsc.index.scan import ExactScan
-from plsc.native.scan import load_scan
+from plsc.native.scan import CodedVectors, load_scan
 from plsc.sizes import available_bytes
 
 QUERIES = 512  # points that are scanned at once: their panels stay in the second-level cache
@@ -121,6 +123,54 @@ def nearest(points: Points, centres: Float32, k: int) -> tuple[Float32, Int64]:
     return cosines, labels
 
 
+class Nearest:
+    """The nearest of some centres, exactly, and how near all others may be.
+
+    Where the processor adds products of bytes, 8-bit codes of points and centres tell which few centres to compare in
+    float64 (plsc/native/nearest_row.h). Matrix tiles multiply bfloat16 numbers faster than that, and any other
+    processor float32 ones: there the exact scan finds the two nearest.
+
+    Args:
+        centres: (k, D) of length 1; kept, not copied.
+
+    Attributes:
+        block: points that are best searched for at once.
+    """
+
+    def __init__(self, centres: Float32) -> None:
+        self._kernel, self._coded, self._scan, self.block = load_scan(), None, None, QUERIES
+        if self._kernel is not None and self._kernel.finds_nearest and centres.shape[1] <= LARGEST_DIM:
+            self._coded, self.block = _coded(centres), _BLOCK
+        else:
+            self._scan = scan_of(centres)
+
+    def find(self, vectors: Float32, least: Float64 | None = None) -> tuple[Float32, Int64, Float32]:
+        """Find the nearest centre of each of ``vectors`` (m, D) of length 1.
+
+        Args:
+            vectors: the points.
+            least: (m,) cosines that count; None: any does.
+
+        Returns:
+            Cosines (m,), centres (m,) with ties by number, and upper bounds (m,) of the cosines with all others. Where
+            no centre reaches ``least``, the centre may be -1; the bound is of all centres then.
+        """
+        if self._kernel is not None and self._coded is not None:
+            low = None if least is None else (least - _SLACK).astype(np.float32)
+            return self._kernel.nearest(self._coded, _coded(vectors), low, torch.get_num_threads())
+        assert self._scan is not None
+        cosines, centres = self._scan.search(vectors, 2)
+        others = cosines[:, 1] if cosines.shape[1] > 1 else np.full(len(vectors), -1, np.float32)
+        return cosines[:, 0], centres[:, 0], others
+
+
+def _coded(vectors: Float32) -> CodedVectors:
+    codes = np.full((len(vectors), stride_of(vectors.shape[1])), ZERO, dtype=np.uint8)
+    bounds = np.empty((3, len(vectors)), dtype=np.float32)
+    encode_into(codes, bounds, 0, vectors)
+    return CodedVectors(vectors, codes, bounds)
+
+
 class Assigner:
     """Nearest centres of ``points``, of one set of centres after another.
 
@@ -169,17 +219,17 @@ class Assigner:
             own = self._centres[self.labels[at]].astype(np.float64)
             self.cosines[at] = (vectors.astype(np.float64) * own).sum(axis=1)
 
-    def _scan_all(self, positions: Int64) -> None:
-        """Compare the points at ``positions`` with all centres."""
+    def _scan_all(self, positions: Int64, *, is_known: bool = False) -> None:
+        """Compare the points at ``positions`` with all centres; ``is_known``: their cosines are with one of these."""
         assert self._centres is not None
         if not len(positions):
             return
-        scan = scan_of(self._centres)
+        nearest = Nearest(self._centres)
         self.compared += len(positions) * len(self._centres)
-        for at, vectors in self.points.blocks(positions, QUERIES):
-            cosines, rows = scan.search(vectors, 2)
-            self.labels[at] = rows[:, 0]
-            self._bounds[at] = _least_angle(cosines[:, 1]) if cosines.shape[1] > 1 else np.pi
+        for at, vectors in self.points.blocks(positions, nearest.block):
+            known = self.cosines[at] if is_known else None
+            _, self.labels[at], others = nearest.find(vectors, known)
+            self._bounds[at] = _least_angle(others)
 
     def _scan_what_may_change(self, turned: Float64) -> None:
         """Assign anew after each centre turned by ``turned`` (k,) radians."""
@@ -190,7 +240,7 @@ class Assigner:
         is_safe = margin >= threshold
         self._bounds -= threshold
         doubtful = self._scan_some(np.flatnonzero(is_safe), movers) if len(movers) else np.empty(0, np.int64)
-        self._scan_all(np.sort(np.concatenate([np.flatnonzero(~is_safe), doubtful])))
+        self._scan_all(np.sort(np.concatenate([np.flatnonzero(~is_safe), doubtful])), is_known=True)
 
     def _scan_some(self, positions: Int64, movers: Int64) -> Int64:
         """Compare points, to which their own centre is nearer than any other that is no mover, with the ``movers``.
@@ -199,22 +249,20 @@ class Assigner:
             The positions where two cosines are too close for this comparison.
         """
         assert self._centres is not None
-        scan = scan_of(np.ascontiguousarray(self._centres[movers]))
+        nearest = Nearest(np.ascontiguousarray(self._centres[movers]))
         self.compared += len(positions) * len(movers)
         doubtful = []
-        for at, vectors in self.points.blocks(positions, QUERIES):
-            cosines, found = scan.search(vectors, 2)
-            centres = movers[found]
-            is_own = centres == self.labels[at, None]
-            others = np.where(is_own, -np.inf, cosines.astype(np.float64))
-            best, own = others.max(axis=1), self.cosines[at]
+        for at, vectors in self.points.blocks(positions, nearest.block):
+            own = self.cosines[at]
+            cosines, found, others = nearest.find(vectors, own)
+            centres = np.where(found < 0, -1, movers[found])
+            best = np.where((found < 0) | (centres == self.labels[at]), -np.inf, cosines.astype(np.float64))
             doubtful.append(at[np.abs(best - own) <= _SLACK])
             wins = best - own > _SLACK
-            # Where one of the movers wins, the former centre and the next mover are the others.
-            second = others.min(axis=1) if len(movers) > 1 else -np.inf
-            next_best = np.where(wins, np.maximum(own, second), best)
+            # Where one of the movers wins, the former centre is among the others.
+            next_best = np.maximum(np.where(wins, own, best), others)
             self._bounds[at] = np.minimum(self._bounds[at], _least_angle(next_best))
-            self.labels[at[wins]] = centres[wins, others[wins].argmax(axis=1)]
+            self.labels[at[wins]] = centres[wins]
         return np.concatenate(doubtful) if doubtful else np.empty(0, np.int64)
 
 

@@ -36,6 +36,10 @@ _ARGUMENTS = (
 )
 # plsc_encode_rows' parameters: rows, count, dim, stride, four constants; codes, steps, residues, lengths.
 _ENCODING_ARGUMENTS: tuple[Any, ...] = (_POINTER, *[_INTEGER] * 3, *[ctypes.c_float] * 4, *[_POINTER] * 4)
+_NEAREST_UNITS = ("avx512-vnni", "avx2-vnni", "neon-dot")
+# plsc_nearest_rows' parameters: vectors, codes, bounds and count, of rows and of queries; least; dim, stride, threads;
+# three results.
+_NEAREST_ARGUMENTS: tuple[Any, ...] = (*[*[_POINTER] * 3, _INTEGER] * 2, _POINTER, *[_INTEGER] * 3, *[_POINTER] * 3)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,18 @@ class LowQueries:
     lengths: Float32 | None = None
 
 
+@dataclass(frozen=True)
+class CodedVectors:
+    """Vectors (N, D) float32 in C order, with codes and bounds as plsc.index.codes.RowCodes has them.
+
+    Numbers of the codes behind the D-th are 128, which stands for zero.
+    """
+
+    vectors: Float32
+    codes: npt.NDArray[np.uint8]
+    bounds: Float32
+
+
 class ScanKernel:
     """The compiled scan; :func:`load_scan` makes one.
 
@@ -81,6 +97,7 @@ class ScanKernel:
             "avx2", "neon-bf16", "neon" or "portable" (without fused multiply-adds). "int8": "amx-int8", "avx512-vnni",
             "avx512", "avx2-vnni", "avx2", "neon-dot" or "portable" (without products of bytes).
         rounds_queries: True if it takes queries in bfloat16.
+        finds_nearest: True if :meth:`nearest` adds products of bytes without saturation, and nothing multiplies faster.
     """
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
@@ -92,6 +109,9 @@ class ScanKernel:
         }
         self._encode = compiled.plsc_encode_rows
         self._encode.argtypes, self._encode.restype = _ENCODING_ARGUMENTS, _INTEGER
+        self._nearest = compiled.plsc_nearest_rows
+        self._nearest.argtypes, self._nearest.restype = _NEAREST_ARGUMENTS, _INTEGER
+        self.finds_nearest = self.products["int8"] in _NEAREST_UNITS
         self.rounds_queries = bool(compiled.plsc_rounds_queries())
 
     def __call__(
@@ -168,6 +188,33 @@ class ScanKernel:
         """
         into = (codes.ctypes.data, *(bound.ctypes.data for bound in bounds))
         return int(self._encode(rows.ctypes.data, *rows.shape, codes.shape[1], *constants, *into))
+
+    def nearest(
+        self, rows: CodedVectors, queries: CodedVectors, least: Float32 | None, threads: int
+    ) -> tuple[Float32, Int64, Float32]:
+        """Find the nearest of ``rows`` (N, D), all of length 1, to each of ``queries`` (Q, D), by float64 products.
+
+        Args:
+            rows, queries: in C order.
+            least: (Q,), a product that counts; None: any does.
+            threads: to use.
+
+        Returns:
+            products (Q,) float32, rows (Q,) int64 with ties by number, -1 where none reaches ``least``, and an upper
+            bound (Q,) of the products with all other rows.
+
+        Raises:
+            MemoryError: the candidates do not fit into memory.
+        """
+        products, others = np.empty((2, len(queries.vectors)), dtype=np.float32)
+        found = np.empty(len(queries.vectors), dtype=np.int64)
+        parts: list[int | None] = []
+        for coded in (rows, queries):
+            parts += [_address(coded.vectors), _address(coded.codes), _address(coded.bounds), len(coded.vectors)]
+        into = (_address(products), _address(found), _address(others))
+        if self._nearest(*parts, _address(least), rows.vectors.shape[1], rows.codes.shape[1], threads, *into):
+            raise MemoryError("the candidates of nearest rows do not fit into memory")
+        return products, found, others
 
 
 def load_scan() -> ScanKernel | None:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "code_products.h"
+#include "nearest_row.h"
 #include "row_codes.h"
 #include "scan_products.h"
 #include "scan_ranking.h"
@@ -357,6 +358,29 @@ int64_t plsc_scan(const void* base, int kind, int64_t stride, const float* scale
     } catch (const std::exception&) {
         return kNoMemory;
     }
+}
+
+// products, found, others (queries): for each query the nearest row, its product in float64, and a bound of the product with
+// any other row. The arguments are the fields of two `Coded`, with steps, residues and lengths one behind the other, and
+// `least`. Returns 0, or a failure.
+int64_t plsc_nearest_rows(const float* rows, const uint8_t* row_codes, const float* row_bounds, int64_t row_count,
+                          const float* queries, const uint8_t* query_codes, const float* query_bounds,
+                          int64_t query_count, const float* least, int64_t dim, int64_t stride, int64_t threads,
+                          float* products, int64_t* found, float* others) {
+    const auto coded = [=](const float* vectors, const uint8_t* codes, const float* bounds, int64_t count) {
+        return Coded{vectors, codes, bounds, bounds + count, bounds + 2 * count, count, dim, stride};
+    };
+    const Coded of_rows = coded(rows, row_codes, row_bounds, row_count);
+    const Coded of_queries = coded(queries, query_codes, query_bounds, query_count);
+    Common common(0);
+    Lines memory;
+    const uint8_t* tiles = pack_tiles(of_rows, memory);
+    run_threads(std::min(threads, (query_count + kChunk - 1) / kChunk), common, [&](int64_t) {
+        NearestFinder finder(of_rows, of_queries, least, tiles);
+        for (int64_t first; (first = common.next_query.fetch_add(kChunk)) < query_count;)
+            finder.find(first, products, found, others);
+    });
+    return common.failure;
 }
 
 }  // extern "C"

@@ -17,7 +17,7 @@ SIZES = {"rows": 600, "dim": 16, "k": 20, "iterations": 6, "threads": 1}
 
 def test_rows_ratios_and_table(tmp_path):
     pytest.importorskip("faiss")
-    result = compare_clusterings(ClusterComparison(**SIZES, baselines=str(BASELINES)), quiet=True)
+    result = compare_clusterings(ClusterComparison(("plsc", "faiss"), **SIZES, baselines=str(BASELINES)), quiet=True)
     assert [row["contestant"] for row in result["rows"]] == ["plsc", "faiss"]
     assert not any(row["failed"] for row in result["rows"]), result["rows"]
     (ratio,) = result["ratios"]

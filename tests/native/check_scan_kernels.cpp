@@ -3,6 +3,7 @@
 // Prints the products' names and every query whose answer is off, and returns how many are.
 #include <cmath>
 #include <cstdio>
+#include <string>
 #include <utility>
 
 #include "scan_kernels.cpp"
@@ -106,6 +107,43 @@ void check(int kind, bool listed, int64_t count, int64_t dim, int64_t query_coun
     }
 }
 
+// Rows of length 1, and their codes with a 128 behind the last number.
+struct UnitCodes {
+    std::vector<float> vectors;
+    std::vector<uint8_t> codes;
+    std::vector<float> bounds;
+
+    UnitCodes(int64_t count, int64_t dim, int64_t stride)
+        : vectors(unit_rows(count, dim, dim)), codes(count * stride, 128), bounds(3 * count) {
+        plsc_encode_rows(vectors.data(), count, dim, stride, 1.001f, 0x1p-22f, 0x1p-54f, 0x1p-120f, codes.data(),
+                         bounds.data(), bounds.data() + count, bounds.data() + 2 * count);
+    }
+};
+
+// The nearest rows, the first of equal ones, and bounds of all others.
+void check_nearest(int64_t count, int64_t dim, int64_t query_count) {
+    const int64_t stride = (dim + 63) / 64 * 64;
+    const UnitCodes rows(count, dim, stride), queries(query_count, dim, stride);
+    std::vector<float> products(query_count), others(query_count);
+    std::vector<int64_t> found(query_count);
+    plsc_nearest_rows(rows.vectors.data(), rows.codes.data(), rows.bounds.data(), count, queries.vectors.data(),
+                      queries.codes.data(), queries.bounds.data(), query_count, nullptr, dim, stride, 2, products.data(),
+                      found.data(), others.data());
+    for (int64_t q = 0; q < query_count; q++) {
+        std::vector<std::pair<double, int64_t>> truth;
+        for (int64_t row = 0; row < count; row++) {
+            double product = 0;
+            for (int64_t d = 0; d < dim; d++) product -= double(rows.vectors[row * dim + d]) * queries.vectors[q * dim + d];
+            truth.emplace_back(product, row);
+        }
+        std::sort(truth.begin(), truth.end());
+        if (truth[0].second == found[q] && (count < 2 || others[q] > -truth[1].first - 1e-6)) continue;
+        wrong++;
+        std::printf("nearest, %d x %d, query %d: row %d, not %d\n", int(count), int(dim), int(q), int(found[q]),
+                    int(truth[0].second));
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -117,5 +155,9 @@ int main() {
                 check(kind, listed, 700, 96, query_count, 9);
                 check(kind, listed, 150, 45, query_count, 9);
             }
+    const std::string codes_by = plsc_scan_products(2);
+    if (codes_by != "avx2" && codes_by != "avx512")  // their sums of two products saturate
+        for (int64_t count : {1, 13, 700})
+            for (int64_t query_count : {1, 40, 300}) check_nearest(count, 70, query_count);
     return wrong;
 }

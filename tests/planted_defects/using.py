@@ -151,6 +151,20 @@ USING = (
         ("tests/index/test_codes.py",),
     ),
     Defect(
+        "the nearest centre by codes is taken from scores that leave out what the codes of points leave",
+        "plsc/native/nearest_row.h",
+        "error = queries.residues[number] * longest + kScoreRounding;",
+        "error = kScoreRounding;",
+        ("tests/cluster/test_nearest.py",),
+    ),
+    Defect(
+        "the bound of all other centres leaves out the best of those compared before",
+        "plsc/native/nearest_row.h",
+        "const Floats lesser = former < best ? former : best;",
+        "const Floats lesser = former_next;",
+        ("tests/cluster/test_nearest.py",),
+    ),
+    Defect(
         "one bound is stored for all codes, that of the first row",
         "plsc/native/scan_kernels.cpp",
         "const float scale = search.scales[row], residue = search.residues[row];",
