@@ -145,10 +145,11 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
     fused loss, no margin), both with DistributedDataParallel; partial-fc and partial-fc-sampled (insightface's
     PartialFC_V2, read from the folder that --partial-fc names).
 
-    --units limits our kernels, MKL and oneDNN to one unit of this CPU after the other, the best first: amx, avx512-bf16,
-    avx512, avx2, or on ARM neon-bf16, neon. Each measures plsc, or the exact heads that --contestants names, beside its
-    own roofline. "share" is the products' time over the head's; "of both" adds the time of a copy of the step's bytes.
-    A unit that this processor lacks gets a row that says so. With PLSC_CPU=UNIT that one is measured alone.
+    --units limits our kernels, MKL and oneDNN to one unit of this CPU after the other, the best first: amx,
+    avx512-bf16, avx512, avx2, or on ARM neon-bf16, neon. By each it measures plsc, or the exact heads that
+    --contestants names, and the unit's roofline. "share" is the products' time over the head's; "of both" adds the time
+    of a copy of the step's bytes. A unit that this processor lacks gets a row that says so. With PLSC_CPU=UNIT that one
+    is measured alone.
 
     A head that fails or does not fit into memory gets a row with the reason.
     """
@@ -166,9 +167,8 @@ def _units(args: argparse.Namespace, heads: Any, table: Callable[[Any, Any], str
     from plsc.bench.units import compare_units, measured_units
 
     if args.device == "cuda" or args.peer is not None:
-        raise UsageError(
-            f"--units measures this CPU: leave {'--device cuda' if args.peer is None else '--partial-fc'} out"
-        )
+        other = "--device cuda" if args.peer is None else "--partial-fc"
+        raise UsageError(f"--units measures our heads on this CPU: leave {other} out")
     measured_units()
     task = Task("", 0, 0, args.dim, args.nproc or min(2, os.cpu_count() or 1), args.threads, args.steps)
     classes, batches = args.classes or _SIZES["cpu"]["classes"], args.batch or _SIZES["cpu"]["batch"]

@@ -141,7 +141,7 @@ def _torch_products(table: Tensor, embeddings: Tensor) -> Iterator[Callable[[], 
 
 
 def _own_product(table: Tensor, embeddings: Tensor) -> Iterator[Callable[[], object]]:
-    """W·xᵀ by our kernels for a CPU, where they take such a table: with its exponentials, from which it cannot be cut."""
+    """W·xᵀ by our kernels for a CPU, where they take such a table; it cannot be cut from its exponentials."""
     if table.device.type != "cpu" or head_kernels.why_no_passes(table.dtype, table.shape[1]) is not None:
         return
     batch = head_kernels.PackedBatch(embeddings, torch.full((len(embeddings),), -1))

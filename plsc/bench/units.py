@@ -22,8 +22,8 @@ _LIMITS = {
 }
 _LIMITING = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 _NONE: Result = {"reason": "this processor has none"}
-# Bytes that an exact step must move of an element of the table: both passes read W; the update writes W and the momentum,
-# which it reads too.
+# Bytes that an exact step must move of an element of the table: both passes read W, and the update writes it; it reads
+# and writes the momentum.
 _BYTES = {"plsc": 3 * 2 + 2 * 1, "plsc-no-momentum": 3 * 2, "plsc-fp32": 3 * 4 + 2 * 4}
 
 
@@ -60,9 +60,8 @@ def compare_units(comparison: Comparison, *, quiet: bool = False) -> dict[str, A
     units = measured_units()
     there = [unit for unit, is_there in units.items() if is_there]
     turns = {f"{unit} {name}": (unit, name) for unit in there for name in (ROOFLINE, *heads)}
-    sizes = [
-        (batch, classes) for batch in sorted(set(comparison.batches)) for classes in sorted(set(comparison.classes))
-    ]
+    all_classes = sorted(set(comparison.classes))
+    sizes = [(batch, classes) for batch in sorted(set(comparison.batches)) for classes in all_classes]
     progress = Progress("measuring", len(sizes) * comparison.rounds * len(turns), "starts", interval=2.0, quiet=quiet)
     rows = []
     for batch, classes in sizes:
@@ -85,8 +84,7 @@ def compare_units(comparison: Comparison, *, quiet: bool = False) -> dict[str, A
 def _unit_row(unit: str, head: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[str, Any]:
     """A head's row with its floors, processor seconds per step and rank; None where either failed.
 
-    ``products_s`` is the time of the step's products, ``bytes_s`` that of the bytes which it must move, at the rate of a
-    copy. ``floor_share`` is the first over the head's time, ``both_share`` their sum.
+    ``products_s`` is the time of the step's products, ``bytes_s`` that of the bytes which it must move at a copy's rate. ``floor_share`` is the first over the head's time, ``both_share`` their sum.
     """
     row = {**head, "unit": unit, "products_s": floor["cpu_s"], "bytes_s": None, "both_share": None}
     row |= {key: floor[key] for key in ("product_gflops", "copy_gb_s")}

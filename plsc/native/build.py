@@ -3,7 +3,7 @@
 Environment:
     PLSC_NATIVE=0: use no compiled kernels; PyTorch computes instead.
     PLSC_CPU=avx2 | avx512 | avx512-bf16 | amx, or on ARM neon | neon-bf16: compile for, and use, no more than this part
-        of the processor's instructions. Unset: all that it has. Every path can so be tested on the machine that has the most.
+        of the processor's instructions. Unset: all that it has. The machine with the most can so test every path.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def _library_or_reason(source: str) -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def paths_of_this_kind() -> list[str]:
-    """The values of ``PLSC_CPU`` for processors of this architecture, the least first, whether this one has them or not."""
+    """The values of ``PLSC_CPU`` for this architecture, the least first, whether this processor has them or not."""
     return [path for path in _PATHS if path.startswith("neon") != _X86_64]
 
 
