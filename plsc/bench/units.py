@@ -84,7 +84,8 @@ def compare_units(comparison: Comparison, *, quiet: bool = False) -> dict[str, A
 def _unit_row(unit: str, head: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[str, Any]:
     """A head's row with its floors, processor seconds per step and rank; None where either failed.
 
-    ``products_s`` is the time of the step's products, ``bytes_s`` that of the bytes which it must move at a copy's rate. ``floor_share`` is the first over the head's time, ``both_share`` their sum.
+    ``products_s`` is the time of the step's products, ``bytes_s`` that of a copy of the bytes that it must move.
+    ``floor_share`` is the first over the head's time, ``both_share`` their sum.
     """
     row = {**head, "unit": unit, "products_s": floor["cpu_s"], "bytes_s": None, "both_share": None}
     row |= {key: floor[key] for key in ("product_gflops", "copy_gb_s")}
