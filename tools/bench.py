@@ -2,6 +2,7 @@
 
 plsc bench head                                     class heads on this machine, in about two minutes
 plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
+plsc bench head --units --classes 500000            by AMX, AVX-512 BF16, AVX-512, AVX2 in turn, beside their floors
 plsc bench train                                    backbone and head, and arcface_torch's loop, two minutes
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 plsc bench cluster                                  spherical k-means beside faiss, from the same first centres
@@ -49,6 +50,7 @@ def _configure_steps(actions: Any) -> None:
     add = head.add_argument
     add("--classes", type=positive, nargs="+", metavar="C", help="(10000 100000; on a GPU 100000 1000000 10000000)")
     add("--batch", type=positive, nargs="+", metavar="B", help="samples per rank (64; on a GPU 1024)")
+    add("--units", action="store_true", help="by each unit of this processor, beside its fastest product's time")
     add("--sample-rate", type=_SHARE, default=0.1, metavar="R", help="share of classes of the sampled heads (0.1)")
     peer = "recognition/arcface_torch of an insightface checkout"
     add("--partial-fc", dest="peer", type=Path, metavar="FOLDER", help=peer)
@@ -136,19 +138,43 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
 
     Each head runs in freshly started ranks of its own, so that its memory is its own; all take turns, --rounds times.
     Shown are medians, per step and rank. The roofline is what the machine's rate at one matrix product, measured in the
-    same run, implies for the four products of an exact step (8·B·C·D operations).
+    same run, implies for the four products of an exact step (8·B·C·D operations): its fastest, PyTorch's or ours.
 
     contestants: floor (the roofline), plsc (bf16 weights, int8 momentum), plsc-no-momentum (bf16), plsc-fp32,
     plsc-sampled, plsc-fp32-sampled; with --baselines dense (all logits, autograd) and linear-cross-entropy (torch's
     fused loss, no margin), both with DistributedDataParallel; partial-fc and partial-fc-sampled (insightface's
     PartialFC_V2, read from the folder that --partial-fc names).
 
+    --units limits our kernels, MKL and oneDNN to one unit of this CPU after the other, the best first: amx,
+    avx512-bf16, avx512, avx2, or on ARM neon-bf16, neon. By each it measures plsc, or the exact heads that
+    --contestants names, and the unit's roofline. "share" is the products' time over the head's; "of both" adds the time
+    of a copy of the step's bytes. A unit that this processor lacks gets a row that says so. With PLSC_CPU=UNIT that one
+    is measured alone.
+
     A head that fails or does not fit into memory gets a row with the reason.
     """
     from plsc.bench.head import HEADS
-    from plsc.bench.report import draw_heads, head_table
+    from plsc.bench.report import draw_heads, head_table, unit_table
 
+    if args.units:
+        return _units(args, HEADS, unit_table)
     return _steps(args, HEADS, _SIZES, "--partial-fc", head_table, draw_heads)
+
+
+def _units(args: argparse.Namespace, heads: Any, table: Callable[[Any, Any], str]) -> dict[str, Any]:
+    """Compare units of this CPU."""
+    from plsc.bench.comparison import Comparison, Task
+    from plsc.bench.units import compare_units, measured_units
+
+    if args.device == "cuda" or args.peer is not None:
+        other = "--device cuda" if args.peer is None else "--partial-fc"
+        raise UsageError(f"--units measures our heads on this CPU: leave {other} out")
+    measured_units()
+    task = Task("", 0, 0, args.dim, args.nproc or min(2, os.cpu_count() or 1), args.threads, args.steps)
+    classes, batches = args.classes or _SIZES["cpu"]["classes"], args.batch or _SIZES["cpu"]["batch"]
+    names = args.contestants or ("plsc",)
+    comparison = Comparison("head", heads, names, task, classes, batches, args.rounds, args.limit)
+    return _report(args, lambda: compare_units(comparison), table, None)
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
@@ -292,7 +318,7 @@ def _report(
     args: argparse.Namespace,
     compare: Callable[[], dict[str, Any]],
     table: Callable[[Any, Any], str],
-    draw: Callable[[Any, Path], None],
+    draw: Callable[[Any, Path], None] | None,
 ) -> dict[str, Any]:
     """Compare, print the table, and write CSV and picture where --out asks for them."""
     from plsc.bench.harness import write_csv
@@ -303,8 +329,9 @@ def _report(
     result = compare()
     show(*table(result["rows"], result["ratios"]).split("\n"))
     if args.out is not None:
-        csv_path, picture = args.out / f"{args.action}.csv", args.out / f"{args.action}.png"
-        write_csv(result["rows"], csv_path)
-        draw(result["rows"], picture)
-        show("", f"written: {csv_path}, {picture}")
+        written = [args.out / f"{args.action}.csv", *([args.out / f"{args.action}.png"] if draw else [])]
+        write_csv(result["rows"], written[0])
+        if draw is not None:
+            draw(result["rows"], written[1])
+        show("", f"written: {', '.join(map(str, written))}")
     return result

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -216,15 +216,16 @@ class Comparison:
         peer = self.known[name].peer
         return "" if peer is None else peer(self.task.peer)
 
-    def turn(self, name: str, classes: int, batch: int) -> Result:
-        """Measure a contestant once."""
+    def turn(self, name: str, classes: int, batch: int, variables: Mapping[str, str] = MappingProxyType({})) -> Result:
+        """Measure a contestant once; ``variables`` are of its ranks' environment alone."""
         if (reason := self.known[name].why_not()) is not None:
             return {"reason": reason}
         memory = available_bytes() if self.task.device == "cpu" else None
         allowed = None if memory is None else int(memory * _MEMORY_SHARE / self.task.nproc)
         task = replace(self.task, contestant=name, classes=classes, batch=batch, memory_bytes=allowed)
         module = f"plsc.bench.{self.subject}"
-        return measure_on_ranks(module, asdict(task), nproc=task.nproc, threads=task.threads, limit=self.limit)
+        values, nproc, threads = asdict(task), task.nproc, task.threads
+        return measure_on_ranks(module, values, nproc=nproc, threads=threads, limit=self.limit, variables=variables)
 
 
 def compare(comparison: Comparison, *, quiet: bool = False) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,7 +78,15 @@ def thread_limits(threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
-def measure_on_ranks(module: str, task: Mapping[str, Any], *, nproc: int = 1, threads: int, limit: float) -> Result:
+def measure_on_ranks(
+    module: str,
+    task: Mapping[str, Any],
+    *,
+    nproc: int = 1,
+    threads: int,
+    limit: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Result:
     """Run ``python -m MODULE TASK.json FOLDER`` on new ranks, which are killed after ``limit`` seconds.
 
     Args:
@@ -86,6 +95,7 @@ def measure_on_ranks(module: str, task: Mapping[str, Any], *, nproc: int = 1, th
         nproc: ranks.
         threads: OpenMP and BLAS threads of each.
         limit: in seconds.
+        variables: of the environment, of the ranks alone.
 
     Returns:
         Over the ranks the mean of CPU seconds and rates, the largest wall time and memory; or only ``reason``: of a
@@ -96,7 +106,8 @@ def measure_on_ranks(module: str, task: Mapping[str, Any], *, nproc: int = 1, th
         write_json(folder / "task.json", task)
         # The launcher holds the rendezvous store: port 0 takes a free port, and no rank has to outlive the others.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [_start_rank(module, rank, nproc, threads, store.port, folder) for rank in range(nproc)]
+        known = [rank_environment(rank, nproc, store.port) | thread_limits(threads) for rank in range(nproc)]
+        ranks = [_start_rank(module, rank, {**of, **variables}, folder) for rank, of in enumerate(known)]
         try:
             problem = _wait(ranks, limit)
         finally:
@@ -112,11 +123,11 @@ def measure_on_ranks(module: str, task: Mapping[str, Any], *, nproc: int = 1, th
     return _merge_ranks(results)
 
 
-def _start_rank(module: str, rank: int, nproc: int, threads: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start_rank(module: str, rank: int, variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / f"rank-{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", module, str(folder / "task.json"), str(folder)],
-            env=rank_environment(rank, nproc, port) | thread_limits(threads),
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -6,7 +6,7 @@ reason why there are none, in FOLDER.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,9 +26,11 @@ from plsc.bench.comparison import (
     measure_steps,
 )
 from plsc.bench.harness import limit_allocations
+from plsc.devices import low_precision_units
 from plsc.head import ShardedHead
 from plsc.head.class_table import class_range
 from plsc.losses import ArcFace
+from plsc.native import head_kernels
 from plsc.optim import HeadSGD
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
@@ -98,13 +100,14 @@ def measure_roofline(task: Task, mesh: Mesh) -> dict[str, Any]:
     On a CPU seconds are of processor time, which other programs do not disturb.
 
     Returns:
-        ``product_gflops`` of PyTorch's fastest product of rows (n, D) and the embeddings (D, B), in bfloat16, or in
-        float32 where the processor is faster at it (``note`` names the dtype); ``copy_gb_s`` of bytes read and
-        written; ``wall_s`` and ``cpu_s`` (None on a GPU) for 8·B·C·D / ranks floating-point operations.
+        ``product_gflops`` of the fastest of a step's products, by PyTorch or by our own kernels, in bfloat16 where
+        there are units for it, or in float32 where that is faster (``note`` names the dtype); ``copy_gb_s`` of bytes
+        read and written; ``wall_s`` and ``cpu_s`` (None on a GPU) for 8·B·C·D / ranks floating-point operations.
     """
     all_reduce_sum(torch.zeros(1, device=mesh.device), mesh)  # all ranks begin together
     on_cpu = mesh.device.type == "cpu"
-    dtypes = (torch.bfloat16, torch.float32) if on_cpu else (torch.bfloat16,)
+    has_bf16 = not on_cpu or "bf16" in low_precision_units(mesh.device).precisions  # emulated, it takes minutes
+    dtypes = (*([torch.bfloat16] if has_bf16 else []), *([torch.float32] if on_cpu else []))
     rate, dtype = max(((_product_rate(task, mesh.device, each), each) for each in dtypes), key=lambda pair: pair[0])
     first, stop = class_range(task.classes, mesh.rank, mesh.world_size)
     seconds = 2 * _PRODUCTS * task.batch * task.nproc * (stop - first) * task.dim / rate
@@ -118,16 +121,32 @@ def measure_roofline(task: Task, mesh: Mesh) -> dict[str, Any]:
 
 
 def _product_rate(task: Task, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of PyTorch's product of rows and embeddings, at the number of rows at which it is fastest."""
+    """FLOP/s of the fastest product, at the number of rows at which it is."""
     samples = task.batch * task.nproc
-    embeddings = torch.randn(samples, task.dim, device=device).to(dtype)
+    embeddings = torch.nn.functional.normalize(torch.randn(samples, task.dim, device=device)).to(dtype)
     rates = []
     for rows in _TABLE_ROWS[device.type]:
         table = torch.randn(min(task.classes, rows), task.dim, device=device).to(dtype)
-        out = torch.empty(len(table), samples, device=device, dtype=dtype)
-        seconds = _seconds_per_call(partial(torch.mm, table, embeddings.t(), out=out), task, device)
-        rates.append(2 * table.numel() * samples / seconds)
+        works = [*_torch_products(table, embeddings), *_own_product(table, embeddings)]
+        fastest = min(_seconds_per_call(work, task, device) for work in works)
+        rates.append(2 * table.numel() * samples / fastest)
     return max(rates)
+
+
+def _torch_products(table: Tensor, embeddings: Tensor) -> Iterator[Callable[[], object]]:
+    """A step's products as PyTorch has them: W·xᵀ, P·x and Pᵀ·W."""
+    probability = torch.rand_like(table[:, :1]).expand(-1, len(embeddings)).contiguous()
+    for left, right in ((table, embeddings.t()), (probability, embeddings), (probability.t(), table)):
+        yield partial(torch.mm, left, right, out=left.new_empty(len(left), right.shape[1]))
+
+
+def _own_product(table: Tensor, embeddings: Tensor) -> Iterator[Callable[[], object]]:
+    """W·xᵀ by our kernels for a CPU, where they take such a table; it cannot be cut from its exponentials."""
+    if table.device.type != "cpu" or head_kernels.why_no_passes(table.dtype, table.shape[1]) is not None:
+        return
+    batch = head_kernels.PackedBatch(embeddings, torch.full((len(embeddings),), -1))
+    rows = head_kernels.Table.visiting(table, 1 / torch.linalg.vector_norm(table.float(), dim=1), slice(None))
+    yield lambda: head_kernels.FirstPass(batch, ARCFACE["s"], with_grad=False).add(rows, 0)
 
 
 def _copy_rate(task: Task, device: torch.device) -> float:

@@ -54,6 +54,21 @@ def head_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     return "\n".join([*lines, *_ratio_lines(shown, rows)]).rstrip()
 
 
+def unit_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the heads by size and unit, aligned, in milliseconds of processor time, with their floors."""
+    columns = f"{'head ms':>9} {'products':>9} {'share':>6} {'bytes':>8} {'of both':>8}"
+    lines = []
+    for classes, batch in dict.fromkeys((row["classes"], row["batch_per_rank"]) for row in rows):
+        at_size = [
+            {**row, "label": f"{row['unit']:<12} {row['label']}"}
+            for row in rows
+            if (row["classes"], row["batch_per_rank"]) == (classes, batch)
+        ]
+        size = f"{classes:,} classes x {rows[0]['dim']}, {batch} samples on each of {_ranks(rows[0])}"
+        lines += [f"{size}; CPU time per step and rank:", *_lines(at_size, "", columns, _unit_figures), ""]
+    return "\n".join(lines).rstrip()
+
+
 def train_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     """Return the rows, aligned, and what the baselines took over what our loops took."""
     first = rows[0]
@@ -158,6 +173,13 @@ def _head_figures(row: Row) -> str:
         return f"{cpu:>9} {wall} {'':>9} {'100%':>9}  {rates}"
     share = "" if row["floor_share"] is None else f"{row['floor_share']:.0%}"
     return f"{row['cpu_s']:>9.3f} {wall} {row['memory_mib']:>9,.0f} {share:>9}"
+
+
+def _unit_figures(row: Row) -> str:
+    head, products, moved = (row[key] * 1000 for key in ("cpu_s", "products_s", "bytes_s"))
+    shares = f"{row['floor_share']:>6.0%} {moved:>8,.0f} {row['both_share']:>8.0%}"
+    rate = f"{row['product_gflops']:,.0f} GFLOP/s in {row['product_dtype']}, copy {row['copy_gb_s']:,.1f} GB/s"
+    return f"{head:>9,.0f} {products:>9,.0f} {shares}  {rate}"
 
 
 def _train_figures(row: Row) -> str:

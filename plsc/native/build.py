@@ -2,8 +2,8 @@
 
 Environment:
     PLSC_NATIVE=0: use no compiled kernels; PyTorch computes instead.
-    PLSC_CPU=avx2 | avx512 | amx, or on ARM neon | neon-bf16: compile for, and use, no more than this part of the
-        processor's instructions. Unset: all that it has. Every path can so be tested on the machine that has the most.
+    PLSC_CPU=avx2 | avx512 | avx512-bf16 | amx, or on ARM neon | neon-bf16: compile for, and use, no more than this part
+        of the processor's instructions. Unset: all that it has. The machine with the most can so test every path.
 """
 
 import ctypes
@@ -27,11 +27,13 @@ _FLAGS = (
 _X86_64 = platform.machine() in ("x86_64", "AMD64")
 # On ARM, -march=native was long unknown to clang.
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+_NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16")
 # The paths of PLSC_CPU, the least first: the compiler's flags, and the macros that say that the processor has it. The
 # kernels have no switch of their own: they use what the compiler may.
 _PATHS = {
     "avx2": (["-march=x86-64-v3"], ["__AVX2__", "__FMA__"]),
-    "avx512": ([_NATIVE, "-mno-amx-tile", "-mno-amx-bf16"], ["__AVX512F__", "__AVX512BW__"]),
+    "avx512": ([_NATIVE, *_NO_TILES, "-mno-avx512bf16"], ["__AVX512F__", "__AVX512BW__"]),
+    "avx512-bf16": ([_NATIVE, *_NO_TILES], ["__AVX512F__", "__AVX512BW__", "__AVX512BF16__"]),
     "amx": ([_NATIVE], ["__AVX512BF16__", "__AMX_BF16__"]),
     "neon": (["-march=armv8-a"], ["__ARM_NEON"]),
     "neon-bf16": ([_NATIVE], ["__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"]),
@@ -63,6 +65,11 @@ def _library_or_reason(source: str) -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("PLSC_NATIVE") == "0":
         return None, "PLSC_NATIVE=0"
     return _load(source, os.environ.get("CXX"), path)
+
+
+def paths_of_this_kind() -> list[str]:
+    """The values of ``PLSC_CPU`` for this architecture, the least first, whether this processor has them or not."""
+    return [path for path in _PATHS if path.startswith("neon") != _X86_64]
 
 
 def available_paths() -> list[str]:

@@ -9,12 +9,26 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <type_traits>
 #include <vector>
 
 #include "head_products.h"
 
 namespace {
+
+// Memory in whole lines of the cache: a register of numbers that lies in two takes two reads.
+template <class Value>
+struct InLines {
+    using value_type = Value;
+    static constexpr std::align_val_t kLine{64};
+    Value* allocate(size_t count) { return static_cast<Value*>(::operator new(count * sizeof(Value), kLine)); }
+    void deallocate(Value* values, size_t) { ::operator delete(values, kLine); }
+    bool operator==(const InLines&) const { return true; }
+    bool operator!=(const InLines&) const { return false; }
+};
+template <class Value>
+using Buffer = std::vector<Value, InLines<Value>>;
 
 constexpr float kSmallestNorm = 1e-12f;
 
@@ -64,7 +78,7 @@ template <class Products, class Number>
 struct BlockRows {
     using Factor = typename Products::Number;
     static constexpr int64_t kBlock = Products::kBlock;
-    std::vector<Factor> copy;
+    Buffer<Factor> copy;
     std::vector<float> inverse_norm = std::vector<float>(kBlock);
 
     const Factor* load(const Number* table, const float* inverse, const Visit& visit, int64_t start, int64_t count,
@@ -115,8 +129,8 @@ void first_pass(const Pass<Products, Number>& pass, double* total, float* pull) 
     using Factor = typename Products::Number;
     Products::begin();
     BlockRows<Products, Number> block;
-    std::vector<float> z(kBlock * kPanel);
-    std::vector<Factor> weighted(kPanel * kBlock), packed(pull ? kBlock * pass.dim : 0);
+    Buffer<float> z(kBlock * kPanel);
+    Buffer<Factor> weighted(kPanel * kBlock), packed(pull ? kBlock * pass.dim : 0);
     for (int64_t start = 0; start < pass.count; start += kBlock) {
         const int64_t here = std::min(kBlock, pass.count - start);
         const Factor* rows = block.load(pass.table, pass.inverse, pass.visit, start, here, pass.dim);
@@ -157,8 +171,8 @@ void row_gradients(const Pass<Products, Number>& pass, const typename Products::
     using Factor = typename Products::Number;
     Products::begin();
     BlockRows<Products, Number> block;
-    std::vector<float> z(kBlock * kPanel);
-    std::vector<Factor> probability(kBlock * pass.batch);
+    Buffer<float> z(kBlock * kPanel);
+    Buffer<Factor> probability(kBlock * pass.batch);
     for (int64_t start = 0; start < pass.count; start += kBlock) {
         const int64_t here = std::min(kBlock, pass.count - start);
         const Factor* rows = block.load(pass.table, pass.inverse, pass.visit, start, here, pass.dim);
@@ -238,8 +252,8 @@ template <Kind weight_kind, Kind state_kind>
 void update_rows(const Table& table, const Visit& visit, int64_t count, const float* gradient, const Sgd& sgd, uint32_t key,
                  const int64_t* numbers, int64_t first_number) {
     const int64_t dim = table.dim;
-    std::vector<float> storage(3 * dim);
-    std::vector<uint32_t> bit_storage(dim);
+    Buffer<float> storage(3 * dim);
+    Buffer<uint32_t> bit_storage(dim);
     float *w = storage.data(), *step = w + dim, *m = step + dim;
     uint32_t* bits = bit_storage.data();
     for (int64_t i = 0; i < count; i++) {

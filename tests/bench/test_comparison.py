@@ -253,8 +253,8 @@ def test_medians_and_ratios_are_over_the_rounds():
 def test_all_take_turns_and_failures_are_not_tried_again(monkeypatch, subject, baseline):
     turns = []
 
-    def measured(module, task, *, nproc, threads, limit):
-        assert (module, nproc, threads) == (f"plsc.bench.{subject}", 2, 1)
+    def measured(module, task, *, nproc, threads, limit, variables):
+        assert (module, nproc, threads, dict(variables)) == (f"plsc.bench.{subject}", 2, 1, {})
         turns.append((task["contestant"], task["classes"]))
         return {"reason": "no"} if turns[-1] == (baseline, 200) else taken(1.0)
 

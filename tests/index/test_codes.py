@@ -161,7 +161,7 @@ def test_what_codes_cannot_be_is_refused(path):
 
 
 def test_the_best_precision_is_that_of_the_processors_units(path):
-    has_bytes = path in ("avx2", "avx512", "amx")  # NEON has them where it has dot products
+    has_bytes = path in ("avx2", "avx512", "avx512-bf16", "amx")  # NEON has them where it has dot products
     assert best_precision(512) == ("int8" if has_bytes else "bf16") or path.startswith("neon")
     assert best_precision(codes.LARGEST_DIM + 1) == "bf16"
     assert ExactScan(np.eye(3, dtype=np.float32)).precision == best_precision(3)
