@@ -108,8 +108,8 @@ def _affine(keys: NDArray[np.uint64], shape: torch.Size, *, strength: float = 1.
 
 
 def _bending(keys: NDArray[np.uint64], shape: torch.Size) -> torch.Tensor:
-    """Displace 4 x 4 points of each image by up to 12% of half its side, and all between them smoothly."""
-    points = 0.12 * _uniform(keys, 8, 32).T.reshape(-1, 2, 4, 4)
+    """Displace 4 x 4 points of each image by up to 7% of half its side, and all between them smoothly."""
+    points = 0.07 * _uniform(keys, 8, 32).T.reshape(-1, 2, 4, 4)
     field = functional.interpolate(points, size=shape[-2:], mode="bicubic", align_corners=True)
     return field.permute(0, 2, 3, 1)
 

@@ -373,7 +373,7 @@ def test_elastic_bends_what_affine_keeps_straight() -> None:
             heights.append((part.sum(2) * torch.arange(64)).sum(1) / part.sum((1, 2)))
         return heights[1] - (heights[0] + heights[2]) / 2
 
-    assert sag("affine").abs().median() < 0.1 < 0.5 < sag("elastic").abs().median() < 2
+    assert sag("affine").abs().median() < 0.1 < 0.3 < sag("elastic").abs().median() < 2
 
 
 def test_half_of_all_images_are_mirrored() -> None:
