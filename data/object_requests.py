@@ -1,5 +1,7 @@
 """Requests to object stores (S3, Google's, Azure's) by obstore; run by its path, a process that makes them for another.
 
+With the path of another file, that process calls the ``REQUESTS`` of it (plsc/data/readers/lance_rows.py).
+
 obstore's threads do not live on in a forked process: a request there never returns, whichever store it is of. So a
 process that was forked from one that has made requests lets a process of its own make them, and talks to it by pipes.
 That one imports obstore and nothing of plsc, which takes a tenth of a second.
@@ -10,6 +12,7 @@ import functools
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -107,7 +110,7 @@ def reason(text: str) -> str:
 
 
 _user: int | None = None  # the process in which obstore's threads run, or ran before it was forked
-_helpers: dict[int, "_Helper | None"] = {}  # of a process
+_helpers: dict[int, "HelperProcess | None"] = {}  # of a process
 
 
 def call(request: Callable[..., T], *args: Any) -> T:
@@ -117,7 +120,7 @@ def call(request: Callable[..., T], *args: Any) -> T:
     _user = _user or process
     if _user == process:
         return request(*args)
-    helper = _helpers.setdefault(process, None) or _Helper()
+    helper = _helpers.setdefault(process, None) or HelperProcess()
     _helpers[process] = helper
     try:
         is_error, answer = helper.call(request.__name__, args)
@@ -133,11 +136,11 @@ def call(request: Callable[..., T], *args: Any) -> T:
     return found
 
 
-class _Helper:
-    """A process that makes requests, and ends with the one that asks."""
+class HelperProcess:
+    """A process that makes the requests of this file, or of another, and ends with the one that asks."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", __file__]  # the folder of the file is none of modules
+    def __init__(self, *other: str) -> None:
+        command = [sys.executable, "-P", __file__, *other]  # the folder of the file is none of modules
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         self._lock = threading.Lock()
@@ -162,7 +165,7 @@ class _Helper:
 REQUESTS: tuple[Callable[..., Any], ...] = (entries, read)
 
 
-def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes], known: tuple[Callable[..., Any], ...] = REQUESTS) -> None:
     """Make the requests that come, until there are no more."""
     while True:
         try:
@@ -170,12 +173,13 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         except EOFError:
             return
         try:
-            answer: Any = False, {request.__name__: request for request in REQUESTS}[name](*args)
-        except RequestError as error:
+            answer: Any = False, {request.__name__: request for request in known}[name](*args)
+        except (RequestError, ValueError) as error:
             answer = True, error.args
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
         answers.flush()
 
 
 if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    others = [runpy.run_path(path)["REQUESTS"] for path in sys.argv[1:]]
+    serve(sys.stdin.buffer, sys.stdout.buffer, *others)

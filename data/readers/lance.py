@@ -1,8 +1,8 @@
 """Tables in Lance: ``X.lance``, a folder that pylance writes, is one shard. It reads those of object stores itself."""
 
+import contextlib
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from plsc.data.object_requests import reason
 from plsc.data.objects import ObjectFile
+from plsc.data.readers import lance_rows
 from plsc.data.readers.table_columns import Columns, Rows, picture_faults
 from plsc.data.readers.tables import Table, TableFormat
 from plsc.errors import PlscError, UsageError
@@ -30,7 +31,8 @@ class LanceFormat(TableFormat):
     """Rows of one version of a table, the newest one there is when the data set is opened.
 
     Images are a column of binary values, of structs (bytes, path) or of blobs. Rows are located by their numbers in the
-    version, which never changes. A table is opened anew in each process: what is open does not survive a fork.
+    version, which never changes. A table is opened anew in each process: what is open does not survive a fork
+    (plsc/data/readers/lance_rows.py).
     """
 
     suffixes = (".lance",)
@@ -42,6 +44,7 @@ class LanceFormat(TableFormat):
         super().__init__(options)
         self._versions: dict[Path, int] = {}
         self._manifests: dict[Path, Path] = {}
+        self._images: dict[Path, tuple[str, bool]] = {}  # the column of images, and whether they are blobs
 
     def check(self, shards: Sequence[Path]) -> None:
         """See :meth:`ShardFormat.check`; fixes the version of each table."""
@@ -64,6 +67,8 @@ class LanceFormat(TableFormat):
             if found is None:
                 raise UsageError(f"{shard} has no version {version}; its newest one is {newest}")
             self._versions[shard], self._manifests[shard] = version, found
+            with contextlib.suppress(ValueError, PlscError):  # which is told where the rows are read
+                self._images[shard] = self._image_column(shard, self._open(shard))
 
     def stamped(self, shard: Path) -> list[Path]:
         """See :meth:`ShardFormat.stamped`; a version's files are never changed, and its manifest names them."""
@@ -80,7 +85,7 @@ class LanceFormat(TableFormat):
         if isinstance(shard, Path):
             check_links(shard, below=shard)
         with lance_faults():
-            table = open_lance(shard, self._versions[shard])
+            table = self._open(shard)
             yield Table(lance_schema(table), table.to_batches)
 
     def gather(self, shard: Path, table: Table, columns: Columns, rows: Rows) -> None:
@@ -97,30 +102,37 @@ class LanceFormat(TableFormat):
 
     def read(self, shard: Path, row: int, place: NDArray[np.int64]) -> bytes:
         """See :meth:`ShardFormat.read`."""
+        number, most = int(place[0]), LARGEST_PICTURE + 1
         with lance_faults():
-            table, column, is_blob = self.opened(Path(f"{shard}/{os.getpid()}"), lambda _: self._open(shard))
-            if is_blob:
-                blob = table.take_blobs(column, indices=[int(place[0])])[0]
-                image = None if blob is None else blob.read(LARGEST_PICTURE + 1)
+            if lance_rows.is_forked():
+                about = _place(shard), self._versions[shard], *self._images[shard]
+                image = lance_rows.read_elsewhere(*about, number, most)
             else:
-                image = table.take([int(place[0])], columns=[column]).column(0)[0].as_py()
+                table = self.opened(Path(f"{shard}/{os.getpid()}"), lambda _: self._open(shard))
+                image = lance_rows.read_row(table, *self._image_column(shard, table), number, most)
         image = (image["bytes"] if isinstance(image, dict) else image) or b""
         if why := picture_faults(np.array([len(image)])):
             raise ValueError(why[0])
         return bytes(image)
 
-    def _open(self, shard: Path) -> tuple[Any, str, bool]:
-        table = open_lance(shard, self._versions[shard])
-        schema = lance_schema(table)
-        column = Columns(schema, self.given, shard).image
-        return table, column, _is_blob(schema, column)
+    def _open(self, shard: Path) -> Any:
+        with lance_faults():
+            return open_lance(shard, self._versions[shard])
+
+    def _image_column(self, shard: Path, table: Any) -> tuple[str, bool]:
+        if shard not in self._images:
+            schema = lance_schema(table)
+            column = Columns(schema, self.given, shard).image
+            self._images[shard] = column, _is_blob(schema, column)
+        return self._images[shard]
 
 
 def open_lance(shard: Path, version: int | None) -> Any:
-    import lance
+    return lance_rows.open_lance(_place(shard), version)
 
-    warnings.filterwarnings("ignore", "lance is not fork-safe")  # of each fork; see LanceFormat
-    return lance.dataset(str(shard.absolute() if isinstance(shard, Path) else shard), version=version)
+
+def _place(shard: Path) -> str:
+    return str(shard.absolute() if isinstance(shard, Path) else shard)
 
 
 def _files(shard: Path, folder: str) -> list[Any]:

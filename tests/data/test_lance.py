@@ -14,6 +14,7 @@ from PIL import Image
 from plsc.data import ShardedDataset, open_dataset
 from plsc.data.convert import convert
 from plsc.data.loader import map_in_workers
+from plsc.data.readers import lance_rows
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
@@ -277,3 +278,25 @@ def test_forked_loaders_read_a_table(tmp_path: Path, used_before: bool) -> None:
     rows = [row for _ in range(20) for row in range(12)]
     assert list(map_in_workers(reader, rows, 2)) == [IMAGES[row] for row in rows]
     assert os.getpid() in {int(path.name) for path in dataset.format._opened} or not used_before
+
+
+@pytest.mark.live
+def test_a_forked_process_lets_another_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pylance crashes in a fork of a process that has used it, or waits for ever: seldom, so the fork is feigned."""
+    dataset = opened(faces(tmp_path / "a.lance"))
+    monkeypatch.setattr(lance_rows, "_user", os.getpid() + 1)
+    monkeypatch.setattr(lance_rows, "_helpers", {})
+    assert stored(dataset) == IMAGES
+    assert not dataset.format._opened
+    (first,) = lance_rows._helpers.values()
+    first._process.kill()
+    first._process.wait()
+    with pytest.raises(DataError, match="the process that reads the table has ended"):
+        dataset.encoded(7)
+    assert dataset.encoded(7) == IMAGES[7]
+    lance_rows._helpers.pop(os.getpid()).end()
+    for path in (tmp_path / "a.lance" / "data").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r"row 8 of .*a\.lance is damaged: [^\n]*ot found[^\n/]*"):
+        dataset.encoded(8)
+    lance_rows._helpers.pop(os.getpid()).end()
