@@ -22,6 +22,8 @@ from typing import IO, Any, TypeVar
 
 # Of what may pass: 5xx, connections, time-outs, and bodies that end early, whose rest obstore then asks for.
 _RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}
+# What obstore (0.12) says of a listing whose body ends early, which it does not ask for again.
+_CUT = "Error getting list response body"
 # What obstore says of a request that it cannot even make, and the mend.
 _MENDS = {
     "169.254.169.254": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true",
@@ -66,7 +68,13 @@ def entries(bucket: str, prefix: str, whole: bool) -> list[Entry]:
             return [meta for page in store.list(prefix or None, chunk_size=1000) for meta in page]
         return list(store.list_with_delimiter(prefix or None)["objects"])
 
-    found = _told(list_them)
+    for again in reversed(range(_RETRIES["max_retries"])):
+        try:
+            found = _told(list_them)
+            break
+        except RequestError as error:
+            if not again or _CUT not in error.args[1]:
+                raise
     return sorted((meta["path"], meta["size"], meta["e_tag"] or str(meta["last_modified"])) for meta in found)
 
 

@@ -432,17 +432,17 @@ def test_forked_and_spawned_loaders_and_failing_requests(
         upload(lambda name, body: server.client.put_object(Bucket="bucket", Key=name, Body=body), local, "d e/")
         expected = [image for _, _, image in contents(open_dataset(local / "faces", image_size=None))]
         for method, fault in (("fork", "503"), ("fork", "cut"), ("spawn", "cut")):
-            server.fault = fault
             for source in ("s3://bucket/d e/faces/", "s3://bucket/d e/x.rec"):
+                server.fail(("listing", fault), ("listing", fault))
                 data = open_dataset(f"{source}?cache={tmp_path}/{method}-{fault}", image_size=None)
-                server.requests = 9  # the process has made requests: it forks with obstore's threads
+                assert not server.left
+                server.fail(("read", fault))  # the process has made requests: it forks with obstore's threads
                 loader = DataLoader(_Pictures(data), batch_size=None, num_workers=2, multiprocessing_context=method)
                 assert list(loader) == expected
-                assert server.requests >= 11  # the tenth failed
-        server.fault = ""
+                assert not server.left
         with pytest.raises(DataError, match="cannot list s3://other/: there is no such bucket"):
             open_dataset("s3://other/")
-        server.fault = "403"
+        server.refuses = True
         data = open_dataset(local / "faces")
         with pytest.raises(DataError, match="cannot list s3://bucket/d e/: no permission, 403") as error:
             open_dataset("s3://bucket/d e/")
@@ -461,14 +461,14 @@ def test_tables_of_a_store_that_fails(local: Path, tmp_path: Path, monkeypatch: 
             upload(lambda name, body: server.client.put_object(Bucket="bucket", Key=name, Body=body), tmp_path, "")
             expected = contents(open_dataset(tmp_path / suffix, image_size=None))
             for method, fault in (("fork", "503"), ("spawn", "cut")):
-                server.fault = fault
-                server.requests = 7  # the tenth fails: after two listings, the first read
+                server.fail(("listing", fault), ("read", "none"), ("read", fault), ("listing", fault))
                 data = open_dataset(f"s3://bucket/{suffix}/?cache={tmp_path}/cache-{fault}", image_size=None)
                 assert contents(data) == expected
+                assert not server.left
+                server.fail(*[("read", fault)] * (suffix == "lance"))  # the others read from the cache
                 loader = DataLoader(_Pictures(data), batch_size=None, num_workers=1, multiprocessing_context=method)
                 assert list(loader) == [image for _, _, image in expected]
-                assert server.requests >= 11
-                server.fault = ""
+                assert not server.left
             shutil.rmtree(tmp_path / suffix)
         one = "s3://bucket/lance/train-00000-of-00002.lance"
         for source in (one, f"{one}/", one.replace("000-", "0{00..00}-"), f"lance:{one}?version=1"):
@@ -479,7 +479,7 @@ def test_tables_of_a_store_that_fails(local: Path, tmp_path: Path, monkeypatch: 
         assert open_dataset(one).index.folder is not None
         with pytest.raises(DataError, match=r"s3://bucket/lance/none\.lance cannot be read as a table in .* not found"):
             open_dataset("s3://bucket/lance/none.lance")
-        server.fault = "403"
+        server.refuses = True
         with pytest.raises(DataError, match=r"\Arow .* of s3://bucket/lance/\S+ is damaged: no permission") as error:
             pickle.loads(pickle.dumps(data)).encoded(0)
         assert SECRET not in str(error.value)

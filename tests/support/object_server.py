@@ -18,26 +18,39 @@ class ObjectServer:
 
     Attributes:
         client: boto3's, to put objects.
-        requests: GET requests so far.
-        fault: what befalls every tenth of these: "", "503", "cut" (half of the body) or "403" (every one).
+        refuses: whether every GET request is answered 403.
+        left: what is to befall requests, as :meth:`fail` was told, and has not yet.
     """
 
     def __init__(self, application: Any) -> None:
         self._application = application
-        self.requests = 0
-        self.fault = ""
+        self.refuses = False
+        self.left: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
         self.client: Any = None
         self.url = ""
 
+    def fail(self, *faults: tuple[str, str]) -> None:
+        """Let each next "listing" or "read" of an object meet a fault: "503", "cut" (half of the body), or "none"."""
+        self.left = list(faults)
+
+    def _fault(self, environ: dict[str, Any]) -> str:
+        kind = "listing" if "list-type" in environ["QUERY_STRING"] else "read"
+        with self._lock:
+            for place, (of, fault) in enumerate(self.left):
+                if of == kind:
+                    del self.left[place]
+                    return fault
+        return "403" if self.refuses else "none"
+
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == "GET":
-            self.requests += 1
-            if self.fault == "403" or (self.fault == "503" and self.requests % 10 == 0):
-                start_response(f"{self.fault} no", [("Content-Length", "0")])
-                return []
-            if self.fault == "cut" and self.requests % 10 == 0:
-                body = b"".join(self._application(environ, start_response))
-                return itertools.chain([body[: len(body) // 2]], _broken(environ["werkzeug.socket"]))
+        fault = self._fault(environ) if environ["REQUEST_METHOD"] == "GET" else "none"
+        if fault in {"403", "503"}:
+            start_response(f"{fault} no", [("Content-Length", "0")])
+            return []
+        if fault == "cut":
+            body = b"".join(self._application(environ, start_response))
+            return itertools.chain([body[: len(body) // 2]], _broken(environ["werkzeug.socket"]))
         return self._application(environ, start_response)  # type: ignore[no-any-return]
 
 
