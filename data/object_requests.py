@@ -1,24 +1,16 @@
-"""Requests to object stores (S3, Google's, Azure's) by obstore; run by its path, a process that makes them for another.
-
-With the path of another file, that process calls the ``REQUESTS`` of it (plsc/data/readers/lance_rows.py).
+"""Requests to object stores (S3, Google's, Azure's) by obstore, in any process.
 
 obstore's threads do not live on in a forked process: a request there never returns, whichever store it is of. So a
-process that was forked from one that has made requests lets a process of its own make them, and talks to it by pipes.
-That one imports obstore and nothing of plsc, which takes a tenth of a second.
+process that was forked from one that has made requests lets a process of its own make them
+(:mod:`plsc.data.helper_process`).
 """
 
-import contextlib
 import functools
 import os
-import pickle
 import re
-import runpy
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 # Of what may pass: 5xx, connections, time-outs, and bodies that end early, whose rest obstore then asks for.
 _RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}
@@ -118,76 +110,23 @@ def reason(text: str) -> str:
 
 
 _user: int | None = None  # the process in which obstore's threads run, or ran before it was forked
-_helpers: dict[int, "HelperProcess | None"] = {}  # of a process
 
 
 def call(request: Callable[..., T], *args: Any) -> T:
     """Make a request of this module here, or where obstore cannot any more, in a process of its own."""
     global _user
-    process = os.getpid()
-    _user = _user or process
-    if _user == process:
+    _user = _user or os.getpid()
+    if _user == os.getpid():
         return request(*args)
-    helper = _helpers.setdefault(process, None) or HelperProcess()
-    _helpers[process] = helper
+    from plsc.data.helper_process import CallError, call_elsewhere
+
     try:
-        is_error, answer = helper.call(request.__name__, args)
-    except BaseException as error:  # an answer may be under way that nobody waits for
-        helper.end()
-        _helpers[process] = None
-        if isinstance(error, EOFError | OSError):
-            raise RequestError("failed", "the process that makes requests has ended") from None
-        raise
-    if is_error:
-        raise RequestError(*answer)
-    found: T = answer
+        found: T = call_elsewhere(__file__, request.__name__, *args)
+    except CallError as error:
+        raise RequestError(*error.args) from None
+    except EOFError:
+        raise RequestError("failed", "the process that makes requests has ended") from None
     return found
 
 
-class HelperProcess:
-    """A process that makes the requests of this file, or of another, and ends with the one that asks."""
-
-    def __init__(self, *other: str) -> None:
-        command = [sys.executable, "-P", __file__, *other]  # the folder of the file is none of modules
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
-        self._lock = threading.Lock()
-
-    def call(self, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Whether a request failed, and its answer; EOFError or OSError where the process has ended."""
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert answers is not None
-        with self._lock:
-            pickle.dump((name, args), requests)
-            requests.flush()
-            is_error, answer = pickle.load(answers)
-        return is_error, answer
-
-    def end(self) -> None:
-        """End the process."""
-        with contextlib.suppress(OSError), self._process:  # which closes its pipes
-            self._process.kill()
-
-
-REQUESTS: tuple[Callable[..., Any], ...] = (entries, read)
-
-
-def serve(requests: IO[bytes], answers: IO[bytes], known: tuple[Callable[..., Any], ...] = REQUESTS) -> None:
-    """Make the requests that come, until there are no more."""
-    while True:
-        try:
-            name, args = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer: Any = False, {request.__name__: request for request in known}[name](*args)
-        except (RequestError, ValueError) as error:
-            answer = True, error.args
-        pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    others = [runpy.run_path(path)["REQUESTS"] for path in sys.argv[1:]]
-    serve(sys.stdin.buffer, sys.stdout.buffer, *others)
+CALLED, FORESEEN = (entries, read), (RequestError, ValueError)  # of plsc/data/helper_process.py

@@ -1,20 +1,15 @@
 """Single rows of tables in Lance, in any process.
 
 pylance's threads do not live on in a forked process: a read there crashes now and then, or never returns. So a process
-that was forked from one that has used it lets a process of its own read (:mod:`plsc.data.object_requests`). That one
-imports pylance and nothing of plsc.
+that was forked from one that has used it lets a process of its own read (:mod:`plsc.data.helper_process`).
 """
 
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from plsc.data.object_requests import HelperProcess
+from typing import Any
 
 _user: int | None = None  # the process in which pylance's threads run, or ran before it was forked
-_helpers: dict[int, "HelperProcess"] = {}  # of a process
 
 
 def open_lance(place: str, version: int | None) -> Any:
@@ -42,22 +37,14 @@ def read_row(table: Any, column: str, is_blob: bool, row: int, most: int) -> Any
 
 def read_elsewhere(place: str, version: int, column: str, is_blob: bool, row: int, most: int) -> Any:
     """The value of a row, read by a process of its own; :class:`ValueError` where it cannot be read."""
-    from plsc.data import object_requests
+    from plsc.data.helper_process import CallError, call_elsewhere
 
-    process = os.getpid()
-    helper = _helpers.get(process) or object_requests.HelperProcess(__file__)
-    _helpers[process] = helper
     try:
-        is_error, answer = helper.call(row_at.__name__, (place, version, column, is_blob, row, most))
-    except BaseException as error:  # an answer may be under way that nobody waits for
-        helper.end()
-        del _helpers[process]
-        if isinstance(error, EOFError | OSError):
-            raise ValueError("the process that reads the table has ended") from None
-        raise
-    if is_error:
-        raise ValueError(*answer)
-    return answer
+        return call_elsewhere(__file__, row_at.__name__, place, version, column, is_blob, row, most)
+    except CallError as error:
+        raise ValueError(*error.args) from None
+    except EOFError:
+        raise ValueError("the process that reads the table has ended") from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -73,4 +60,4 @@ def row_at(place: str, version: int, *args: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-REQUESTS = (row_at,)
+CALLED, FORESEEN = (row_at,), (ValueError,)  # of plsc/data/helper_process.py

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from plsc.data import ShardedDataset, open_dataset
+from plsc.data import ShardedDataset, helper_process, open_dataset
 from plsc.data.convert import convert
 from plsc.data.loader import map_in_workers
 from plsc.data.readers import lance_rows
@@ -285,18 +285,18 @@ def test_a_forked_process_lets_another_read(tmp_path: Path, monkeypatch: pytest.
     """pylance crashes in a fork of a process that has used it, or waits for ever: seldom, so the fork is feigned."""
     dataset = opened(faces(tmp_path / "a.lance"))
     monkeypatch.setattr(lance_rows, "_user", os.getpid() + 1)
-    monkeypatch.setattr(lance_rows, "_helpers", {})
+    monkeypatch.setattr(helper_process, "_helpers", {})
     assert stored(dataset) == IMAGES
     assert not dataset.format._opened
-    (first,) = lance_rows._helpers.values()
+    (first,) = helper_process._helpers.values()
     first._process.kill()
     first._process.wait()
     with pytest.raises(DataError, match="the process that reads the table has ended"):
         dataset.encoded(7)
     assert dataset.encoded(7) == IMAGES[7]
-    lance_rows._helpers.pop(os.getpid()).end()
+    helper_process.end_helper(lance_rows.__file__)
     for path in (tmp_path / "a.lance" / "data").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"row 8 of .*a\.lance is damaged: [^\n]*ot found[^\n/]*"):
         dataset.encoded(8)
-    lance_rows._helpers.pop(os.getpid()).end()
+    helper_process.end_helper(lance_rows.__file__)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import plsc.data.shard_index
 from plsc import models
-from plsc.data import block_cache, object_requests, open_dataset
+from plsc.data import block_cache, helper_process, object_requests, open_dataset
 from plsc.data.block_cache import BLOCK, BlockCache
 from plsc.data.convert import convert
 from plsc.embedding.embedding_set import EmbeddingSet
@@ -402,14 +402,13 @@ class _Pictures:
 @pytest.mark.live
 def test_the_process_that_makes_requests_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_requests, "_user", os.getpid() + 1)  # as in a process that was forked from a user
-    monkeypatch.setattr(object_requests, "_helpers", {})
+    monkeypatch.setattr(helper_process, "_helpers", {})
     with object_server() as server:
         server.client.put_object(Bucket="bucket", Key="a/b", Body=b"content")
         (entry,) = object_requests.call(object_requests.entries, "s3://bucket", "a", True)
         read = ("s3://bucket", "a/b", 0, 7, entry[2])
         assert object_requests.call(object_requests.read, *read) == b"content"
-        helper = object_requests._helpers[os.getpid()]
-        assert helper is not None
+        (helper,) = helper_process._helpers.values()
         helper._process.kill()
         helper._process.wait()
         with pytest.raises(object_requests.RequestError, match="has ended"):
@@ -417,9 +416,7 @@ def test_the_process_that_makes_requests_is_started_anew(tmp_path: Path, monkeyp
         assert object_requests.call(object_requests.read, *read) == b"content"
         with pytest.raises(object_requests.RequestError, match="missing"):
             object_requests.call(object_requests.read, "s3://bucket", "a/c", 0, 7, entry[2])
-        last = object_requests._helpers[os.getpid()]
-        assert last is not None
-        last.end()
+        helper_process.end_helper(object_requests.__file__)
 
 
 @pytest.mark.live
