@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 FEATURES = ["asynchronous", "averaging", "compatible", "fp8", "frozen"]
 CONFIGURATION = ["tests/test_config.py", "tests/test_config_refusals.py"]
 TRAIN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/train").glob("test_*.py"))
-# The core's tests in parts, each of which ends long before the limit of a test.
+# The core's tests in parts, each of which ends long before the limit of a test; of the trainer's, every third file.
 CORE = {
     "head": ["tests/head"],
     "parallel": ["tests/optim", "tests/parallel", *CONFIGURATION],
-    **{f"train, {number + 1} of 3": TRAIN[number::3] for number in range(3)},
+    "train": TRAIN[::3],
 }
 
 # Every module of the core that names what a feature may have, and those of the features that are left.
