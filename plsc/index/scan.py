@@ -11,6 +11,7 @@ CPU with a compiler) or :class:`TorchScan` (on a GPU, and on a CPU without a com
 rows or queries to faiss' brute force, which needs no copy.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -86,11 +87,18 @@ class ExactScan:
         self._vectors = vectors
         self._maps = [array for array in (vectors, row_codes and row_codes.codes) if isinstance(array, np.memmap)]
         self._copy = ScanCopy(vectors, precision, torch.device(device), row_codes)
-        kernel = load_scan() if self._copy.device.type == "cpu" else None
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        kernel = load_scan() if self._copy.device.type == "cpu" and not is_interpreted else None
+        by_torch = TorchCodeScan(self._copy) if precision == "int8" else TorchScan(self._copy)
+        self._scan: ScanBackend = by_torch if kernel is None else NativeScan(self._copy, kernel)
         self.backend = "torch" if kernel is None else "native"
         self.products = "torch" if kernel is None else kernel.products[precision]
-        by_torch = TorchCodeScan if precision == "int8" else TorchScan
-        self._scan: ScanBackend = by_torch(self._copy) if kernel is None else NativeScan(self._copy, kernel)
+        if self._copy.device.type == "cuda" or is_interpreted:
+            from plsc.index.triton_scan import fused  # which imports the head's kernels
+
+            scan = fused(self._copy, by_torch)
+            if scan is not None:
+                self._scan, self.backend, self.products = scan, "triton", "triton"
 
     def __len__(self) -> int:
         return len(self._vectors)
