@@ -46,7 +46,7 @@ _SHAPED = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\.[\w.:]*?m(\d+)n(\d+)k(\d+
 _TENSOR_MEMORY = re.compile(r"\btcgen05\.mma\.[\w.:]*kind::(\w+)\s+\[[^]]*\],\s*\S+\s*,\s*\S+\s*,\s*([%\w]+)")
 _CONSTANT = re.compile(r"mov\.[bu]32\s+(%r\d+),\s*(-?\d+);")
 _WARPS = {"mma.sync": 1, "wgmma.mma_async": 4}  # that run one of them together; all of a program, of tcgen05.mma
-_DEPTH = {"f16": 16, "tf32": 8}  # of tcgen05.mma: 32 bytes of a row
+_DEPTH = {"f16": 16, "tf32": 8, "i8": 32}  # of tcgen05.mma: 32 bytes of a row
 _POINTERS = {
     **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
     **dict.fromkeys(("member",), "*u8"),

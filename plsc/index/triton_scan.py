@@ -35,7 +35,7 @@ _MAXIMA = 1 << 27  # best scores of groups in memory at once
 _PAIRS = 1 << 18  # of a query and a group whose rows are scored
 _PAIR_COLUMNS, _PAIR_WARPS = 64, 4  # of a program of the second kernel
 _PROGRAMS = 2  # of the first one for each of the device's processors
-_FEW_COLUMNS, _COLUMNS = 16, 128  # queries in a block, or digits of queries
+_FEW_QUERIES, _QUERIES, _CODED_QUERIES = 16, 128, 64  # in a block; coded ones have two digits each
 _F64_ERROR = 2.0**-53
 # As in the head's kernels that multiply such blocks (triton_stored.py). BLOCK_D is in bytes.
 _BLOCKS: dict[str, dict[str, int]] = {
@@ -69,10 +69,12 @@ def block_options(kind: str, *, is_coded: bool, queries: int) -> dict[str, Any]:
     """Constants and options of ``group_maxima`` for a kind of GPU and so many queries."""
     options: dict[str, Any] = dict(_BLOCKS[kind])
     options["BLOCK_D"] //= 1 if is_coded else 2
-    few = _FEW_COLUMNS // 2 if is_coded else _FEW_COLUMNS
     return options | {
-        "BLOCK_B": _FEW_COLUMNS if queries <= few else _COLUMNS, "GROUP": GROUP, "WIDEN": kind == "cpu"
-    }  # fmt: skip
+        "BLOCK_Q": _FEW_QUERIES if queries <= _FEW_QUERIES else _CODED_QUERIES if is_coded else _QUERIES,
+        "GROUP": GROUP,
+        "DESCRIBED": kind not in ("sm_80", "sm_89"),  # which read blocks by TMA; Triton makes single loads for others
+        "WIDEN": kind == "cpu",
+    }
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class _Asked:
     """Queries (Q, D) on the device.
 
     Attributes:
-        exact: (Q, D) float32, or digits (Q, 2, width) int8.
-        low: what is multiplied: (Q, width) bfloat16, or the digits (2·Q, width).
+        exact: (Q, D) float32, or digits (2·Q, width) int8, the high ones of all first.
+        low: what is multiplied: (Q, width) bfloat16, or the digits.
         margin: (Q,) float32, 2·e.
         steps, lengths: (Q,) float32 of digits, else None.
     """
@@ -135,7 +137,7 @@ class FusedScan:
         if groups < _LEAST_GROUPS * k:
             answer: tuple[Float32, Int64] = self.by_torch.search(queries, k, allowed, count)
             return answer
-        mask = None if allowed is None else torch.from_numpy(allowed.view(np.uint8).copy()).to(self._copy.device)
+        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).view(torch.uint8).to(self._copy.device)
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
         step = max(1, min(_MAXIMA // groups, _PAIRS // (2 * _LEAST_GROUPS * k)))
@@ -175,7 +177,8 @@ class FusedScan:
             digits, *others = (
                 torch.from_numpy(part).to(device) for part in (coded.digits, coded.margin, coded.steps, coded.lengths)
             )
-            return _Asked(digits, digits.flatten(0, 1), *others)
+            digits = digits.transpose(0, 1).flatten(0, 1)
+            return _Asked(digits, digits, *others)
         exact, dim = torch.from_numpy(np.array(queries)).to(device), queries.shape[1]
         low = torch.nn.functional.pad(exact.bfloat16(), (0, self._low.shape[1] - dim))
         # matrix units align the numbers that they add at a time: once more the error of adding one by one
@@ -196,23 +199,20 @@ class FusedScan:
 
     def maxima(self, asked: _Asked, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The most, and the least, that the best score of every group may be (Q, groups); the same without codes."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         from plsc.index import triton_scan_kernels as kernels
 
-        device, queries = self._copy.device, len(asked.exact)
+        device, queries = self._copy.device, len(asked.margin)
         options = block_options(device_kind(device), is_coded=self._is_coded, queries=queries)
         highest = torch.empty(queries, self._groups, device=device)
         lowest = torch.empty_like(highest) if self._is_coded else None
-        blocks = -(-len(self._copy.vectors) // options["BLOCK_N"]) * -(-len(asked.low) // options["BLOCK_B"])
+        blocks = -(-len(self._copy.vectors) // options["BLOCK_N"]) * -(-queries // options["BLOCK_Q"])
         with torch.cuda.device_of(highest):
             kernels.group_maxima[(min(blocks, _PROGRAMS * processor_count(device)),)](
-                rows=TensorDescriptor.from_tensor(self._low, [options["BLOCK_N"], options["BLOCK_D"]]),
-                queries=TensorDescriptor.from_tensor(asked.low, [options["BLOCK_B"], options["BLOCK_D"]]),
+                rows=_operand(self._low, "BLOCK_N", options),
+                queries=_operand(asked.low, "BLOCK_Q", options),
                 **self._bounded(asked, mask),
                 highest=highest,
                 lowest=lowest,
-                batch=queries,
                 groups=self._groups,
                 width=self._low.shape[1],
                 **options,
@@ -247,7 +247,7 @@ class FusedScan:
         """The arguments that both kernels share."""
         scale, residue = self._copy.code_bounds if self._is_coded else (None, None)
         shared = {"scale": scale, "residue": residue, "step": asked.steps, "length": asked.lengths, "allowed": mask}
-        return shared | {"n": len(self._copy.vectors)}
+        return shared | {"n": len(self._copy.vectors), "batch": len(asked.margin)}
 
     def _ranked(self, asked: _Asked, found: _Candidates, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """The best by the candidates' float64 scores (Q, k), their rows, and for which queries that is certain (Q,)."""
@@ -264,6 +264,15 @@ class FusedScan:
         top, gap = best[:, :k], best[:, :k] - best[:, 1 : k + 1]
         is_clear = (gap > 2 * error) & ((top - error).float() == (top + error).float())
         return top.float(), numbers.gather(1, order[:, :k]), is_clear.all(1)
+
+
+def _operand(matrix: Tensor, side: str, options: dict[str, Any]) -> Any:
+    """A matrix as ``group_maxima`` takes it: where it is read in blocks, its tensor descriptor."""
+    if not options["DESCRIBED"]:
+        return matrix
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [options[side], options["BLOCK_D"]])
 
 
 # The check -----------------------------------------------------------------------------------------------------------
@@ -297,7 +306,7 @@ def check(device: torch.device, precision: str, dim: int) -> Iterator[Deviation]
         scan = FusedScan(ScanCopy(rows, precision, device), None)
         for count, mask in ((20, np.ones(300, dtype=bool)), (1, some)):
             asked = scan._asked(queries[:count])
-            allowed = None if mask.all() else torch.from_numpy(mask.view(np.uint8)).to(device)
+            allowed = None if mask.all() else torch.from_numpy(mask).view(torch.uint8).to(device)
             exact = np.where(mask, queries[:count].astype(np.float64) @ rows.T.astype(np.float64), -np.inf)
             yield from _deviations(scan, asked, allowed, torch.from_numpy(exact).to(device))
 

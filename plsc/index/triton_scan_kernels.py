@@ -32,10 +32,24 @@ def _taken(allowed, first_row, slot, n):
 
 
 @triton.jit
-def _group_best(scores, taken, GROUP: tl.constexpr):
-    """The largest score of each group of rows, (groups, queries), −inf for one of which no row is taken."""
-    scores = tl.where(taken[:, None], scores, float("-inf"))
-    return tl.max(tl.reshape(scores, (scores.shape[0] // GROUP, GROUP, scores.shape[1])), axis=1)
+def _block(matrix, first, column, count, width, SIDE: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIBED: tl.constexpr):
+    """SIDE rows by BLOCK_D columns of a matrix (count, width), zeros behind its last row."""
+    if DESCRIBED:
+        return matrix.load([first, column])
+    else:  # Triton compiles what follows a return
+        row, d = first + tl.arange(0, SIDE), column + tl.arange(0, BLOCK_D)
+        return tl.load(matrix + row.to(tl.int64)[:, None] * width + d[None, :], mask=(row < count)[:, None], other=0)
+
+
+@triton.jit
+def _store_best(maxima, scores, taken, group, query, groups, batch, GROUP: tl.constexpr):
+    """Store the largest of ``scores`` (Q, rows) of each group, the first of which is ``group``; −inf of an empty one."""
+    parts = tl.reshape(
+        tl.where(taken[None, :], scores, float("-inf")), (scores.shape[0], scores.shape[1] // GROUP, GROUP)
+    )
+    group += tl.arange(0, scores.shape[1] // GROUP)
+    at = maxima + query.to(tl.int64)[:, None] * groups + group[None, :]
+    tl.store(at, tl.max(parts, axis=2), mask=(query < batch)[:, None] & (group < groups)[None, :])
 
 
 @triton.jit(do_not_specialize=["n", "batch", "groups"])
@@ -54,9 +68,10 @@ def group_maxima(
     groups,
     width: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """The best score of each group of rows as ``highest`` (Q, groups) float32; ``lowest`` likewise, of codes.
@@ -64,42 +79,43 @@ def group_maxima(
     A block of rows is read again for each block of queries, one after the other, which the second-level cache serves.
 
     Args of its own:
-        rows, queries: tensor descriptors of (N, width) and (Q, width), bfloat16; or of codes, int8, and of both digits
-            of the queries, (2·Q, width), high and low in turn.
+        rows, queries: (N, width) and (Q, width), bfloat16; or codes, int8, and both digits of the queries, (2·Q,
+            width), the high ones of all first.
         lowest: the least that a score may be, where ``highest`` is the most; None where rows are no codes.
         width: of the rows, a multiple of BLOCK_D.
+        DESCRIBED: ``rows`` and ``queries`` are tensor descriptors.
         WIDEN: for the interpreter, whose dot knows no bfloat16.
     """
     CODES: tl.constexpr = lowest is not None
-    BLOCK_Q: tl.constexpr = BLOCK_B // 2 if CODES else BLOCK_B
-    blocks = tl.cdiv(batch, BLOCK_Q)
-    slot, column, part = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_N // GROUP)
+    blocks, asked = tl.cdiv(batch, BLOCK_Q), 2 * batch if CODES else batch
+    slot, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)
     for number in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N) * blocks, tl.num_programs(0), flatten=True):
         first_row, first_query = (number // blocks) * BLOCK_N, (number % blocks) * BLOCK_Q
-        products = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.int32 if CODES else tl.float32)
+        products = tl.zeros((BLOCK_Q, BLOCK_N), dtype=tl.int32 if CODES else tl.float32)
+        low = products
         for at in range(0, width, BLOCK_D):
-            x, q = rows.load([first_row, at]), queries.load([(number % blocks) * BLOCK_B, at])
+            x = _block(rows, first_row, at, n, width, BLOCK_N, BLOCK_D, DESCRIBED)
+            q = _block(queries, first_query, at, asked, width, BLOCK_Q, BLOCK_D, DESCRIBED)
             if WIDEN and not CODES:
                 x, q = x.to(tl.float32), q.to(tl.float32)
-            products = tl.dot(x, q.T, products, out_dtype=products.dtype)
-        taken, held = _taken(allowed, first_row, slot, n), column < batch - first_query
-        group = first_row // GROUP + part
-        place = (first_query + column).to(tl.int64)[None, :] * groups + group[:, None]
-        stored = held[None, :] & (group < groups)[:, None]
+            products = tl.dot(q, x.T, products, out_dtype=products.dtype)
+            if CODES:
+                q = _block(queries, batch + first_query, at, asked, width, BLOCK_Q, BLOCK_D, DESCRIBED)
+                low = tl.dot(q, x.T, low, out_dtype=tl.int32)
+        taken, query, group = _taken(allowed, first_row, slot, n), first_query + column, first_row // GROUP
         if CODES:
-            high, low = tl.split(tl.reshape(products, (BLOCK_N, BLOCK_Q, 2)))
             of_row = tl.load(scale + first_row + slot, mask=taken, other=0.0)
             bound = tl.load(residue + first_row + slot, mask=taken, other=0.0)
-            of_query = tl.load(step + first_query + column, mask=held, other=0.0)
-            slack = tl.load(length + first_query + column, mask=held, other=0.0)[None, :] * bound[:, None]
-            scores = _upper_score(high, low, of_query[None, :], of_row[:, None], slack)
-            tl.store(lowest + place, _group_best(scores - 2 * slack, taken, GROUP), mask=stored)
+            of_query = tl.load(step + query, mask=query < batch, other=0.0)
+            slack = tl.load(length + query, mask=query < batch, other=0.0)[:, None] * bound[None, :]
+            scores = _upper_score(products, low, of_query[:, None], of_row[None, :], slack)
+            _store_best(lowest, scores - 2 * slack, taken, group, query, groups, batch, GROUP)
         else:
             scores = products
-        tl.store(highest + place, _group_best(scores, taken, GROUP), mask=stored)
+        _store_best(highest, scores, taken, group, query, groups, batch, GROUP)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "batch"])
 def group_scores(
     rows,
     queries,
@@ -112,6 +128,7 @@ def group_scores(
     of_group,
     scores,
     n,
+    batch,
     row_stride,
     dim,
     GROUP: tl.constexpr,
@@ -121,7 +138,7 @@ def group_scores(
 
     Args of its own:
         rows: (N, row_stride) float32, bfloat16, or codes of int8.
-        queries: (Q, dim) float32; digits (Q, 2, row_stride) int8 for codes.
+        queries: (Q, dim) float32; digits (2·Q, row_stride) int8 for codes.
         of_query, of_group: (P,) int64, the pairs.
         scores: float64 sums; the highest that a score may be, float32, of codes.
         dim: of the rows, without what pads them.
@@ -138,8 +155,9 @@ def group_scores(
         inside = d < dim - column
         x = tl.load(at + column, mask=taken[:, None] & inside[None, :], other=0)
         if CODES:
-            digit = queries + query * 2 * row_stride + column + d
-            high, low = tl.load(digit, mask=inside, other=0), tl.load(digit + row_stride, mask=inside, other=0)
+            digit = queries + query * row_stride + column + d
+            high = tl.load(digit, mask=inside, other=0)
+            low = tl.load(digit + batch.to(tl.int64) * row_stride, mask=inside, other=0)
             total += x.to(tl.int32) * high.to(tl.int32)[None, :]
             low_total += x.to(tl.int32) * low.to(tl.int32)[None, :]
         else:
