@@ -33,7 +33,6 @@ GROUP = 64  # rows; divides BLOCK_N
 _LEAST_GROUPS = 4  # for each row to find: of fewer, most would hold a candidate
 _MAXIMA = 1 << 27  # best scores of groups in memory at once
 _PAIRS = 1 << 18  # of a query and a group whose rows are scored
-_PAIR_COLUMNS, _PAIR_WARPS = 64, 4  # of a program of the second kernel
 _PROGRAMS = 2  # of the first one for each of the device's processors
 _FEW_QUERIES, _QUERIES, _CODED_QUERIES = 16, 128, 64  # in a block; coded ones have two digits each
 _F64_ERROR = 2.0**-53
@@ -75,6 +74,11 @@ def block_options(kind: str, *, is_coded: bool, queries: int) -> dict[str, Any]:
         "DESCRIBED": kind not in ("sm_80", "sm_89"),  # which read blocks by TMA; Triton makes single loads for others
         "WIDEN": kind == "cpu",
     }
+
+
+def pair_options() -> dict[str, Any]:
+    """Constants and options of ``group_scores``."""
+    return {"GROUP": GROUP, "BLOCK_D": 64, "num_warps": 4}
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,7 @@ class FusedScan:
                     scores=scores,
                     row_stride=rows.stride(0),
                     dim=self._copy.vectors.shape[1],
-                    GROUP=GROUP,
-                    BLOCK_D=_PAIR_COLUMNS,
-                    num_warps=_PAIR_WARPS,
+                    **pair_options(),
                 )
         return scores
 

@@ -16,18 +16,21 @@ pytestmark = pytest.mark.live
 MISSING = runtime.missing()
 ROOT = Path(__file__).parents[2]
 ROWS, DIM, QUERIES, CHUNK = 1000, 64, 8, 400
+FUSED_ROWS, FUSED_QUERIES = 4000, 200
 LAUNCHES = {"bf16": 75, "bf16, filtered": 82, "fp32": 68, "fp32, filtered": 75}
 SCRIPT = f"""
 import json, warnings
+from itertools import product
 from unittest.mock import patch
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpu_trace.tracer import Tracer, traced
-from plsc.index import scan
+from gpu_trace.triton_launches import launches_recorded
+from plsc.index import scan, triton_scan
 
 warnings.simplefilter("error")
-vectors = np.eye({DIM}, dtype=np.float32)[np.arange({ROWS}) % {DIM}]
+rows = {{"torch": {ROWS}, "fused": {FUSED_ROWS}}}
 found = {{}}
 with (
     FakeTensorMode(allow_non_fake_inputs=True),
@@ -35,15 +38,19 @@ with (
     patch.object(scan, "rank", lambda query, source, candidates, k: (np.zeros(k), np.zeros(k))),
     patch.object(scan, "_SCORES", {QUERIES * CHUNK}),
 ):
-    for precision in ("bf16", "fp32"):
-        for mask in (False, True):
-            tracer = Tracer([1], 1, share_kept=0.02)
-            allowed = np.arange({ROWS}) % 3 > 0 if mask else None
-            with traced(tracer):
-                exact = scan.ExactScan(vectors, precision=precision, device="cuda")
-                tracer.begin_step(last=True)
-                exact.search(vectors[:{QUERIES}], 10, allowed=allowed)
-            found[f"{{precision}}{{', filtered' if mask else ''}}"] = tracer.counts.as_dict()
+    for way, precision, mask in product(rows, ("bf16", "fp32", "int8"), (False, True)):
+        if (way, precision) == ("torch", "int8"):
+            continue
+        vectors = np.eye({DIM}, dtype=np.float32)[np.arange(rows[way]) % {DIM}]
+        tracer = Tracer([1], 1, share_kept=0.02)
+        allowed = np.arange(rows[way]) % 3 > 0 if mask else None
+        fused = patch.object(triton_scan, "runs_on", lambda _: way == "fused")
+        with traced(tracer), launches_recorded(tracer), fused:
+            exact = scan.ExactScan(vectors, precision=precision, device="cuda")
+            assert exact.backend == way.replace("fused", "triton")
+            tracer.begin_step(last=True)
+            exact.search(vectors[: {QUERIES} if way == "torch" else {FUSED_QUERIES}], 10, allowed=allowed)
+        found[f"{{way}}, {{precision}}{{', filtered' if mask else ''}}"] = tracer.counts.as_dict()
 print(json.dumps(found))
 """
 
