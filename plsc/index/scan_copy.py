@@ -62,13 +62,14 @@ class ScanCopy:
         if exact is None:
             assert self.rows is not None, "the rows are rounded"
             return self.rows, self.bounds
-        (count, dim), bounds = exact.shape, RowBounds()
+        count, dim = exact.shape
         self.rounded = torch.zeros(count, stride_of(dim), dtype=torch.bfloat16, device=exact.device)
+        largest = torch.zeros((), device=exact.device)
         for start in range(0, count, _ROUNDED_AT_ONCE):
             part = exact[start : start + _ROUNDED_AT_ONCE]
-            self.rounded[start : start + len(part), :dim] = part
-            bounds.add(start, part, self.rounded[start : start + len(part), :dim])
-        return self.rounded, bounds
+            rounded = self.rounded[start : start + len(part), :dim].copy_(part)
+            largest = torch.maximum(largest, (part - rounded).norm(dim=1).max())
+        return self.rounded, RowBounds(self.bounds.longest, _SLACK * float(largest) + UNDERFLOW)
 
     def _encode(self) -> None:
         """Code the rows, unless their codes were given, and note the bounds."""
@@ -176,10 +177,10 @@ def query_error(exact: Tensor, rounded: Tensor, rows: RowBounds) -> Tensor:
     """
     residue = torch.linalg.vector_norm(exact - rounded, dim=1) * _SLACK
     length = torch.linalg.vector_norm(exact, dim=1) * _SLACK + residue  # at least those of q and of q'
-    error: Tensor = residue * rows.longest + length * rows.largest_residue + sum_error(length, exact.shape[1], rows)
+    error: Tensor = residue * rows.longest + length * (rows.largest_residue + sum_error(exact.shape[1], rows))
     return error
 
 
-def sum_error(lengths: Tensor, dim: int, rows: RowBounds) -> Tensor:
-    """Bound the rounding errors of float32 sums of ``dim`` products with queries of such ``lengths`` (Q,)."""
-    return lengths * (dim + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)
+def sum_error(dim: int, rows: RowBounds) -> float:
+    """Bound the rounding error of a float32 sum of ``dim`` products, relative to the query's length."""
+    return (dim + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)

@@ -186,7 +186,7 @@ class FusedScan:
         exact, dim = torch.from_numpy(np.array(queries)).to(device), queries.shape[1]
         low = torch.nn.functional.pad(exact.bfloat16(), (0, self._low.shape[1] - dim))
         # matrix units align the numbers that they add at a time: once more the error of adding one by one
-        error = query_error(exact, low[:, :dim], self._bounds) + sum_error(exact.norm(dim=1), dim, self._bounds)
+        error = query_error(exact, low[:, :dim], self._bounds) + exact.norm(dim=1) * sum_error(dim, self._bounds)
         return _Asked(exact, low, 2 * error)
 
     def _candidates(self, asked: _Asked, k: int, mask: Tensor | None) -> _Candidates:
@@ -253,11 +253,12 @@ class FusedScan:
 
     def _ranked(self, asked: _Asked, found: _Candidates, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """The best by the candidates' float64 scores (Q, k), their rows, and for which queries that is certain (Q,)."""
-        counts = torch.bincount(found.query, minlength=len(asked.exact))
-        place = torch.arange(len(found.query), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
-        shape = len(counts), max(k + 1, int(counts.max()))
-        table = torch.full(shape, -torch.inf, dtype=torch.float64, device=counts.device)
-        numbers = torch.zeros(shape, dtype=torch.int64, device=counts.device)
+        device = found.query.device
+        ends = torch.searchsorted(found.query, torch.arange(len(asked.exact) + 1, device=device))
+        place = torch.arange(len(found.query), device=device) - ends[found.query]
+        shape = len(asked.exact), max(k + 1, int(ends.diff().max()))
+        table = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
+        numbers = torch.zeros(shape, dtype=torch.int64, device=device)
         table[found.query, place], numbers[found.query, place] = found.score, found.row
         best, order = table.sort(dim=1, descending=True, stable=True)
         # Any sum in float64 is off by less than a half of this: so far apart, two orders of adding rank alike.

@@ -148,7 +148,7 @@ def test_two_rows_may_be_off_by_as_much_in_opposite_directions(interpreter, prec
     rows[0], rows[390] = 1 + 1.02 * half, 1 + 0.98 * half
     rows[390, 0] = 1 + 4 * half
     vectors = (rows * np.sign(query)).astype(np.float32)
-    low = (torch.from_numpy(vectors).bfloat16().float() * query).sum(1)
+    low = (torch.from_numpy(vectors).bfloat16().float() * torch.from_numpy(query)).sum(1)
     assert low[0] > low[390]
     assert interpreter(answers, vectors, query, 1, None, precision)["found"][1].tolist() == [[390]]
 
