@@ -104,12 +104,19 @@ def test_any_size_gives_the_float64_ranking(interpreter, precision, rows, dim, q
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_and_queries_that_fill_no_block(interpreter, precision, kind):
     """More queries than a block has, rows whose last group and block are cut, D above a block's columns."""
-    vectors, asked = rows_of(1000, 75), rows_of(131, 75, 1)
-    answer = interpreter(answers, vectors, asked, 3, None, precision, kind)
-    agree(answer, vectors, asked, 3)
+    vectors, asked = rows_of(300, 75), rows_of(131, 75, 1)
+    answer = interpreter(answers, vectors, asked, 1, None, precision, kind)
+    agree(answer, vectors, asked, 1)
     assert answer["by torch"] == 0
     assert len(answer["ranked"]) == (0 if precision == "fp32" else 131)
-    assert max(answer["ranked"], default=0) < 500
+    assert max(answer["ranked"], default=0) < 100
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_there_are_no_rows_behind_the_last(interpreter, precision):
+    """Of a query whose scores are all below 0."""
+    vectors, asked = np.abs(rows_of(280, 33)), -np.abs(rows_of(2, 33, 1))
+    agree(interpreter(answers, vectors, asked, 1, None, precision), vectors, asked, 1)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
