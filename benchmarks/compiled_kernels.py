@@ -342,7 +342,8 @@ def compile_for(
     places = {(names.index(name),): value for name, value in constants.items()}
     # torch's pointers are aligned to 16 bytes, and usual sizes are multiples of 16, where a kernel is compiled for that
     known = [
-        types[parameter.name].startswith("*") or (parameter.name in _MULTIPLES and not parameter.do_not_specialize)
+        types[parameter.name].startswith("*")
+        or (parameter.name in set(_MULTIPLES) - set(constants) and not parameter.do_not_specialize)
         for parameter in kernel.params
     ]
     aligned = {(place,): [["tt.divisibility", 16]] for place, is_known in enumerate(known) if is_known}
