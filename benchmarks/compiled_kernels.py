@@ -1,4 +1,4 @@
-"""Compile every Triton kernel of the head and of the exact search for every kind of GPU, without one: registers, shared memory, instructions.
+"""Compile the Triton kernels of head and exact search for every kind of GPU, without one: registers, instructions.
 
     python benchmarks/compiled_kernels.py [--only TEXT] [--processes N]
 

@@ -43,7 +43,7 @@ def _block(matrix, first, column, count, width, SIDE: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def _store_best(maxima, scores, taken, group, query, groups, batch, GROUP: tl.constexpr):
-    """Store the largest of ``scores`` (Q, rows) of each group, the first of which is ``group``; −inf of an empty one."""
+    """Store the largest of ``scores`` (Q, rows) of each group, from number ``group`` on; −inf of an empty one."""
     parts = tl.reshape(
         tl.where(taken[None, :], scores, float("-inf")), (scores.shape[0], scores.shape[1] // GROUP, GROUP)
     )
