@@ -379,7 +379,7 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
         return options, {"dim": variant.dim, "member": None, **blocks}
     if variant.kernel in SEARCHES:
         options = variant.search_options
-        names = ("num_warps", "num_stages")
+        names = ("num_warps", "num_stages", "enable_fp_fusion")
         settings = {name: options.pop(name) for name in names if name in options}
         of_codes = () if variant.dtype == _CODED else ("scale", "residue", "step", "length", "lowest")
         width = {"width": variant.dim} if variant.kernel != "group_scores" else {}

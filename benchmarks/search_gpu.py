@@ -24,7 +24,7 @@ from plsc.index.scan import PRECISIONS, ExactScan
 from plsc.index.triton_scan import FusedScan
 
 K, DIM, QUERIES = 10, 512, (1000, 1)
-ROWS, DRY_ROWS = (1_000_000, 10_000_000), (700,)
+ROWS, DRY_ROWS = (1_000_000, 10_000_000), (3000,)
 AT_ONCE = 1 << 18  # rows made
 
 

@@ -73,12 +73,13 @@ def block_options(kind: str, *, is_coded: bool, queries: int) -> dict[str, Any]:
         "GROUP": GROUP,
         "DESCRIBED": kind not in ("sm_80", "sm_89"),  # which read blocks by TMA; Triton makes single loads for others
         "WIDEN": kind == "cpu",
+        "enable_fp_fusion": True,  # a product and a sum may be rounded once
     }
 
 
 def pair_options() -> dict[str, Any]:
     """Constants and options of ``group_scores``."""
-    return {"GROUP": GROUP, "BLOCK_D": 64, "num_warps": 4}
+    return {"GROUP": GROUP, "BLOCK_D": 64, "num_warps": 4, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)

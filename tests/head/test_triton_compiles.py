@@ -104,7 +104,7 @@ def test_rows_of_a_search_are_on_their_way_while_others_are_multiplied(tmp_path,
     constants = {**variant.search_options, "width": 512} | dict.fromkeys(
         ("allowed", "scale", "residue", "step", "length", "lowest")
     )
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     ptx = compile_for(GPU[gpu], triton_scan_kernels.group_maxima, constants, options).asm["ptx"]
     assert ("cp.async.bulk.tensor" if gpu == "sm_90a" else "cp.async.cg") in ptx
     assert ptx.count("ld.global") == 0
