@@ -193,6 +193,17 @@ def test_sums_that_depend_on_the_order_of_adding_are_left_to_the_processor(inter
         np.testing.assert_array_equal(mine, torchs)
 
 
+def test_a_score_between_two_float32_numbers_is_left_to_the_processor(interpreter):
+    """Exactly between, so that another order of adding may round it to either."""
+    asked = np.array([[1, 2.0**-24] + [0] * 30], dtype=np.float32)
+    vectors = 0.4 * rows_of(300, 32)
+    vectors[77] = asked[0] > 0
+    vectors[77] *= np.float32(0.5)
+    answer = interpreter(answers, vectors, asked, 1, None, "fp32")
+    agree(answer, vectors, asked, 1)
+    assert answer["ranked"] == [1]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_queries_with_too_many_candidates_are_left_to_torch(interpreter, precision):
     vectors, asked = rows_of(900, 32), rows_of(3, 32, 1)
