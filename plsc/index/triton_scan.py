@@ -321,8 +321,8 @@ def _deviations(scan: FusedScan, asked: _Asked, allowed: Tensor | None, exact: T
     by_group = torch.nn.functional.pad(exact, (0, groups * GROUP - exact.shape[1]), value=-torch.inf)
     by_group = by_group.view(count, groups, GROUP)
     highest, lowest = scan.maxima(asked, allowed)
-    pairs = torch.ones(count, groups, device=exact.device).nonzero(as_tuple=True)
-    scores = scan.scores(asked, *pairs, allowed).view(by_group.shape)
+    pairs = torch.arange(count * groups, device=exact.device)
+    scores = scan.scores(asked, pairs // groups, pairs % groups, allowed).view(by_group.shape)
     error, spread = asked.margin.double() / 2, torch.zeros(count, device=exact.device)
     if asked.lengths is not None:
         spread = 2 * asked.lengths * scan._copy.code_bounds[1].max()
