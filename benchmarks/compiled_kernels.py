@@ -1,4 +1,4 @@
-"""Compile every Triton kernel of the head for every kind of GPU, without one: registers, shared memory, instructions.
+"""Compile the Triton kernels of head and exact search for every kind of GPU, without one: registers, instructions.
 
     python benchmarks/compiled_kernels.py [--only TEXT] [--processes N]
 
@@ -28,25 +28,28 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import SUMMED_CLASSES
 from plsc.head.backends.triton_stored import launch_options, row_options
 from plsc.head.backends.triton_tiles import Pass, Tile, gpu_kind, shipped_tile
+from plsc.index.triton_scan import block_options, pair_options
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
 PASSES = ("first_pass", "gradient_pass")
 STORED = ("exponentials", "probabilities")  # between products of PyTorch's
 ROWS = ("row_exponentials", "row_probabilities")  # which make the first of them
+SEARCHES = {"group_maxima": 1000, "group_maxima of one": 1, "group_scores": 1000}  # with so many queries
+_CODED = "i8"  # dtype of codes
 # A rule is compiled into a kernel: the kernel, and what it is compiled for.
 _NO_SECOND = dict.fromkeys(("second_moment", "second_scale", "beta2", "rate2", "correction2", "eps"))
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
     "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
 }
-_MOST = {"bf16": 1.0, "fp32": 2.5}  # factor: bf16x3 without duplicates spills registers
+_MOST = {"bf16": 1.0, "i8": 1.0, "fp32": 2.5}  # factor: bf16x3 without duplicates spills registers
 _LABEL = re.compile(r"^(\$L__BB\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
 _SHAPED = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\.[\w.:]*?m(\d+)n(\d+)k(\d+)\.[\w.]+")
 _TENSOR_MEMORY = re.compile(r"\btcgen05\.mma\.[\w.:]*kind::(\w+)\s+\[[^]]*\],\s*\S+\s*,\s*\S+\s*,\s*([%\w]+)")
 _CONSTANT = re.compile(r"mov\.[bu]32\s+(%r\d+),\s*(-?\d+);")
 _WARPS = {"mma.sync": 1, "wgmma.mma_async": 4}  # that run one of them together; all of a program, of tcgen05.mma
-_DEPTH = {"f16": 16, "tf32": 8}  # of tcgen05.mma: 32 bytes of a row
+_DEPTH = {"f16": 16, "tf32": 8, "i8": 32}  # of tcgen05.mma: 32 bytes of a row
 _POINTERS = {
     **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
     **dict.fromkeys(("member",), "*u8"),
@@ -55,14 +58,18 @@ _POINTERS = {
     **dict.fromkeys(("second_moment",), "*bf16"),
     **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient"), "*fp32"),
     **dict.fromkeys(("first_scale", "skip", "scores"), "*fp32"),
+    **dict.fromkeys(("residue", "step", "length", "highest", "lowest"), "*fp32"),
+    **dict.fromkeys(("of_query", "of_group"), "*i64"),
 }
 # Tensor descriptors, by the sides of their blocks.
 _DESCRIBED = {
     "rows": ("BLOCK_N", "BLOCK_D"),
     "features": ("BLOCK_B", "BLOCK_D"),
     "weights": ("BLOCK_N", "BLOCK_B"),
+    "queries": ("BLOCK_Q", "BLOCK_D"),
 }
-_INTEGERS = dict.fromkeys(("n", "batch", "key"), "i32") | dict.fromkeys(
+_MULTIPLES = ("batch", "row_stride", "dim")
+_INTEGERS = dict.fromkeys(("n", "batch", "key", "groups", "row_stride", "dim"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
 )
 
@@ -197,6 +204,14 @@ class Variant:
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
         return row_options(gpu_kind(self.gpu.capability, self.gpu.shared), dtype, self.dim, self.centers)
 
+    @property
+    def search_options(self) -> dict[str, Any]:
+        """Constants and options of a kernel of the exact search."""
+        if self.kernel == "group_scores":
+            return pair_options()
+        kind = gpu_kind(self.gpu.capability, self.gpu.shared)
+        return block_options(kind, is_coded=self.dtype == _CODED, queries=SEARCHES[self.kernel])
+
 
 @dataclass(frozen=True)
 class Row:
@@ -232,6 +247,9 @@ def variants() -> Iterator[Variant]:
         for kernel in STORED:
             yield from (Variant(kernel, gpu), Variant(kernel, gpu, centers=8), Variant(kernel, gpu, "fp32"))
         yield from (Variant(kernel, gpu) for kernel in ROWS if Variant(kernel, gpu).row_options is not None)
+        for kernel in SEARCHES:
+            yield from (Variant(kernel, gpu), Variant(kernel, gpu, _CODED))
+        yield Variant("group_scores", gpu, "fp32")
 
 
 def _has_tile(gpu: Gpu, dim: int) -> bool:
@@ -243,12 +261,14 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
     import triton
 
     from plsc.head.backends import triton_pass_kernels, triton_stored_kernels, triton_update_kernels
+    from plsc.index import triton_scan_kernels
 
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
     module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
     module = triton_stored_kernels if variant.kernel in STORED + ROWS else module
+    module = triton_scan_kernels if variant.kernel in SEARCHES else module
     options, constants = _constants(variant, tile)
-    name, of_rule = RULES.get(variant.kernel, (variant.kernel, {}))
+    name, of_rule = RULES.get(variant.kernel, (variant.kernel.split()[0], {}))
     built = compile_for(variant.gpu, getattr(module, name), constants | of_rule, options, variant.dtype)
     registers, spilled = assemble(built, variant.gpu)
     found = products(built.asm["ptx"])
@@ -271,6 +291,10 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
 
 
 def _factor(variant: Variant, tile: Tile | None, found: Products) -> float:
+    if variant.kernel.startswith("group_maxima"):
+        block = variant.search_options
+        digits = 2 if variant.dtype == _CODED else 1
+        return found.factor(block["num_warps"], digits * block["BLOCK_N"] * block["BLOCK_Q"] * block["BLOCK_D"])
     if variant.kernel in ROWS:
         block = variant.row_options or {}
         return found.factor(block["num_warps"], block["BLOCK_N"] * block["BLOCK_B"] * block["BLOCK_D"])
@@ -284,6 +308,9 @@ def _needed(variant: Variant, tile: Tile) -> int:
 
 
 def _named(variant: Variant, tile: Tile | None) -> str:
+    if variant.kernel.startswith("group_maxima"):
+        block = variant.search_options
+        return f"{block['BLOCK_Q']}x{block['BLOCK_N']}x{block['BLOCK_D']} s{block['num_stages']} w{block['num_warps']}"
     if variant.kernel in ROWS:
         block = variant.row_options or {}
         return f"{block['BLOCK_B']}x{block['BLOCK_N']}x{block['BLOCK_D']} s{block['num_stages']} w{block['num_warps']}"
@@ -313,9 +340,10 @@ def compile_for(
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else _type(name, dtype, constants) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    # torch's pointers are aligned to 16 bytes, and usual batches to 16 samples, where a kernel is compiled for that
+    # torch's pointers are aligned to 16 bytes, and usual sizes are multiples of 16, where a kernel is compiled for that
     known = [
-        types[parameter.name].startswith("*") or (parameter.name == "batch" and not parameter.do_not_specialize)
+        types[parameter.name].startswith("*")
+        or (parameter.name in set(_MULTIPLES) - set(constants) and not parameter.do_not_specialize)
         for parameter in kernel.params
     ]
     aligned = {(place,): [["tt.divisibility", 16]] for place, is_known in enumerate(known) if is_known}
@@ -349,6 +377,13 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
         options = dict(variant.row_options or {})
         blocks = {name: options.pop(name) for name in ("BLOCK_B", "BLOCK_N", "BLOCK_D", "WIDEN")}
         return options, {"dim": variant.dim, "member": None, **blocks}
+    if variant.kernel in SEARCHES:
+        options = variant.search_options
+        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        settings = {name: options.pop(name) for name in names if name in options}
+        of_codes = () if variant.dtype == _CODED else ("scale", "residue", "step", "length", "lowest")
+        width = {"width": variant.dim} if variant.kernel != "group_scores" else {}
+        return settings, {**options, **width, **dict.fromkeys(("allowed", *of_codes))}
     if variant.kernel in STORED:
         options = launch_options(variant.centers)
         return options, {name: options.pop(name) for name in ("CENTERS", "BLOCK_B", "BLOCK_N")}
@@ -367,10 +402,14 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
 
 
 def _type(name: str, dtype: str, sizes: Mapping[str, Any]) -> str:
-    if name in _DESCRIBED and "BLOCK_D" in sizes:
+    if name == "queries" and "BLOCK_Q" not in sizes:  # of group_scores
+        return f"*{_CODED}" if dtype == _CODED else "*fp32"
+    if name == "scores" and "GROUP" in sizes:
+        return "*fp32" if dtype == _CODED else "*fp64"
+    if name in _DESCRIBED and sizes.get("DESCRIBED", "GROUP" not in sizes and "BLOCK_D" in sizes):
         rows, columns = (sizes[side] for side in _DESCRIBED[name])
         return f"tensordesc<{dtype}[{rows}, {columns}]>"
-    if name in ("weight", "features", "weights"):
+    if name in ("weight", "features", "weights", "rows", "queries"):
         return f"*{dtype}"
     return (_POINTERS | _INTEGERS).get(name, "fp32")
 
@@ -382,7 +421,7 @@ def problem(row: Row) -> str | None:
         return f"{row.spilled} bytes of registers spilled"
     if row.shared > gpu.shared:
         return f"{row.shared} bytes of shared memory, of {gpu.shared}"
-    if row.kernel not in PASSES + ROWS:
+    if row.kernel not in PASSES + ROWS and not row.kernel.startswith("group_maxima"):
         return None
     if row.factor < 1:
         return f"matrix units make {row.factor:g} of the products: {row.instructions or 'no instruction'}"

@@ -43,6 +43,7 @@ NAMES = {
     "tests": "the tests that only a GPU can make",
     "head": "whole steps of the head at 50 and 10 million classes, as far as they fit",
     "peers": "the head beside dense logits and torch's fused loss",
+    "search": "the exact search of 1 and 10 million rows: by Triton's kernels, and by torch",
     "variants": "which variant of each kernel is fastest",
 }
 _LAST_LINES = 3
@@ -75,6 +76,7 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
     doctor = ["-m", "plsc.tools.entry", "doctor", "--json", str(out / "doctor.json"), "--overwrite"]
     bench = ["-m", "plsc.tools.entry", "bench", "head", "--json", str(out / "peers.json"), "--overwrite"]
     folders = {name: ["benchmarks/head_gpu.py", "--out", str(out / name)] for name in ("head", "variants")}
+    folders["search"] = ["benchmarks/search_gpu.py", "--out", str(out / "search")]
     if not gpus:
         interpreted = {"TRITON_INTERPRET": "1"}
         tiny = ["--classes", "500", "--batch", "8", "--dim", "32", "--rounds", "1", "--steps", "1", "--nproc", "1"]
@@ -87,6 +89,7 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
             Part("tests", tests, minutes, "tests.xml"),
             Part("head", [*folders["head"], "--dry", "--only", "whole"], minutes, "head.log", interpreted),
             Part("peers", [*bench, *tiny, "--contestants", "plsc", "dense"], minutes, "peers.json"),
+            Part("search", [*folders["search"], "--dry"], minutes, "search.log", interpreted),
         ]
     ranks = ["--nproc", str(gpus)] if gpus > 1 else []
     return [
@@ -100,8 +103,9 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
         _first("ranks", out, 1),
         Part("tests", tests, 8, "tests.xml"),
         Part("head", [*folders["head"], "--only", "whole", "--minutes", "4"], 5, "head/head_gpu.csv"),
-        Part("peers", [*bench, "--limit", "60", "--rounds", "1"], 6, "peers.json"),
-        Part("variants", [*folders["variants"], "--only", "variants", "--minutes", "5"], 6, "variants/head_gpu.csv"),
+        Part("peers", [*bench, "--limit", "60", "--rounds", "1"], 5, "peers.json"),
+        Part("search", [*folders["search"], "--minutes", "3"], 4, "search/search_gpu.csv"),
+        Part("variants", [*folders["variants"], "--only", "variants", "--minutes", "3"], 3.5, "variants/head_gpu.csv"),
     ]
 
 

@@ -53,7 +53,7 @@ def chosen(device: torch.device) -> list[Line]:
     rows = np.eye(32, dtype=np.float32)
     for precision in PRECISIONS:
         scan = ExactScan(rows, precision=precision, device=device.type)
-        where = "by torch" if scan.backend == "torch" else f"compiled for {scan.products}"
+        where = f"compiled for {scan.products}" if scan.backend == "native" else f"by {scan.products}"
         lines.append(found(f"search, {precision}", f"{scan.backend} scan, {where}, on {device.type}"))
     return [*lines, _index_building(), _precision(device)]
 

@@ -6,11 +6,12 @@ fast. Their scores are off by no more than a bound that follows from the roundin
 best score is a candidate, and candidates are scored again from the float32 rows in float64. So the answer is the
 ranking of a float64 scan, however close rows lie; where very many are that close, all of them are scored in float64.
 
-:class:`ExactScan` is what callers use. It chooses one of two backends when it is made: :class:`NativeScan` (C++, on a
-CPU with a compiler) or :class:`TorchScan` (on a GPU, and on a CPU without a compiler). :class:`ExactSearch` leaves few
-rows or queries to faiss' brute force, which needs no copy.
+:class:`ExactScan` is what callers use. It chooses one of three backends when it is made: :class:`NativeScan` (C++, on a
+CPU with a compiler), :class:`plsc.index.triton_scan.FusedScan` (on a GPU with Triton) or :class:`TorchScan`
+(elsewhere). :class:`ExactSearch` leaves few rows or queries to faiss' brute force, which needs no copy.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -53,13 +54,14 @@ class ExactScan:
             read for every answer, from the map's file where there is one.
         precision: "int8" scans codes of 1 byte a number, "bf16" a copy of 2 bytes a number, "fp32" ``vectors``
             themselves; "auto" is :func:`best_precision`.
-        device: "cpu", or "cuda", which keeps what is scanned in the GPU's memory.
+        device: "cpu", or "cuda", which keeps what is scanned in the GPU's memory: for "fp32" with Triton that is also
+            a copy in bfloat16.
         row_codes: of the vectors, where they have been made before; used for "int8" on a CPU.
 
     Attributes:
         precision: the one that is scanned in.
-        backend: "native" or "torch", the implementation that was chosen.
-        products: the unit that multiplies the rows, by :class:`plsc.native.scan.ScanKernel`'s names, or "torch".
+        backend: "native", "triton" or "torch", the implementation that was chosen.
+        products: the unit that multiplies the rows, by :class:`plsc.native.scan.ScanKernel`'s names, or the backend.
 
     Raises:
         UsageError: another shape, type or precision, or rows too wide for codes.
@@ -86,11 +88,18 @@ class ExactScan:
         self._vectors = vectors
         self._maps = [array for array in (vectors, row_codes and row_codes.codes) if isinstance(array, np.memmap)]
         self._copy = ScanCopy(vectors, precision, torch.device(device), row_codes)
-        kernel = load_scan() if self._copy.device.type == "cpu" else None
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        kernel = load_scan() if self._copy.device.type == "cpu" and not is_interpreted else None
+        by_torch = TorchCodeScan(self._copy) if precision == "int8" else TorchScan(self._copy)
+        self._scan: ScanBackend = by_torch if kernel is None else NativeScan(self._copy, kernel)
         self.backend = "torch" if kernel is None else "native"
         self.products = "torch" if kernel is None else kernel.products[precision]
-        by_torch = TorchCodeScan if precision == "int8" else TorchScan
-        self._scan: ScanBackend = by_torch(self._copy) if kernel is None else NativeScan(self._copy, kernel)
+        if self._copy.device.type == "cuda" or is_interpreted:
+            from plsc.index.triton_scan import fused  # which imports the head's kernels
+
+            scan = fused(self._copy, by_torch)
+            if scan is not None:
+                self._scan, self.backend, self.products = scan, "triton", "triton"
 
     def __len__(self) -> int:
         return len(self._vectors)

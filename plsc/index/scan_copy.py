@@ -14,6 +14,7 @@ from plsc.native.scan import PADDED_TO
 
 _SUM_ERROR = 2.0**-23  # of each float32 addition, relative to the lengths; twice the unit roundoff, for slack
 _SLACK = 1.001  # since lengths are themselves computed in float32
+_ROUNDED_AT_ONCE = 1 << 18  # rows, on a GPU
 _WHOLE = 32  # rows of a copy on a GPU are a multiple of this, as its products of bytes want them
 
 
@@ -29,6 +30,7 @@ class ScanCopy:
         code_bounds: (2, N) on ``device``, steps and bounds of the codes.
         code_maxima: max|x'| and max ρ over the rows that are coded.
         bounds: of the rounding errors of the rows, which are not coded.
+        rounded: bfloat16 of float32 rows on a GPU, once they were asked for.
     """
 
     def __init__(self, vectors: Float32, precision: str, device: torch.device, codes: RowCodes | None = None) -> None:
@@ -38,6 +40,7 @@ class ScanCopy:
         self.codes = codes if device.type == "cpu" else None
         self.signed_codes: Tensor | None = None
         self.rows: Tensor | None = None
+        self.rounded: Tensor | None = None
         if precision == "int8":
             self._encode()
         else:
@@ -50,7 +53,23 @@ class ScanCopy:
             return self.codes.nbytes
         if self.signed_codes is not None:
             return self.signed_codes.nbytes
-        return self.vectors.nbytes if self.rows is None else self.rows.nbytes
+        return (self.vectors if self.rows is None else self.rows).nbytes + (
+            0 if self.rounded is None else self.rounded.nbytes
+        )
+
+    def round_rows(self, exact: Tensor | None) -> tuple[Tensor, "RowBounds"]:
+        """Rows (N, stride) in bfloat16, zeros behind D, and their bounds: of ``exact`` ones (N, D), or :attr:`rows`."""
+        if exact is None:
+            assert self.rows is not None, "the rows are rounded"
+            return self.rows, self.bounds
+        count, dim = exact.shape
+        self.rounded = torch.zeros(count, stride_of(dim), dtype=torch.bfloat16, device=exact.device)
+        largest = torch.zeros((), device=exact.device)
+        for start in range(0, count, _ROUNDED_AT_ONCE):
+            part = exact[start : start + _ROUNDED_AT_ONCE]
+            rounded = self.rounded[start : start + len(part), :dim].copy_(part)
+            largest = torch.maximum(largest, (part - rounded).norm(dim=1).max())
+        return self.rounded, RowBounds(self.bounds.longest, _SLACK * float(largest) + UNDERFLOW)
 
     def _encode(self) -> None:
         """Code the rows, unless their codes were given, and note the bounds."""
@@ -158,6 +177,10 @@ def query_error(exact: Tensor, rounded: Tensor, rows: RowBounds) -> Tensor:
     """
     residue = torch.linalg.vector_norm(exact - rounded, dim=1) * _SLACK
     length = torch.linalg.vector_norm(exact, dim=1) * _SLACK + residue  # at least those of q and of q'
-    summing = (exact.shape[1] + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)
-    error: Tensor = residue * rows.longest + length * (rows.largest_residue + summing)
+    error: Tensor = residue * rows.longest + length * (rows.largest_residue + sum_error(exact.shape[1], rows))
     return error
+
+
+def sum_error(dim: int, rows: RowBounds) -> float:
+    """Bound the rounding error of a float32 sum of ``dim`` products, relative to the query's length."""
+    return (dim + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)

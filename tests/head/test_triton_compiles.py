@@ -31,6 +31,7 @@ from benchmarks.compiled_kernels import (
 from plsc.head.backends import triton_stored_kernels, triton_update_kernels
 from plsc.head.backends.triton_stored import launch_options
 from plsc.head.backends.triton_tiles import Tile
+from plsc.index import triton_scan_kernels
 
 pytestmark = pytest.mark.live
 
@@ -45,6 +46,10 @@ RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", 
     Variant("row_exponentials", GPU["sm_90a"]),
     Variant("row_probabilities", GPU["sm_100a"]),
     Variant("probabilities", GPU["sm_80"], centers=8),
+    Variant("group_maxima", GPU["sm_80"]),
+    Variant("group_maxima", GPU["sm_90a"], "i8"),
+    Variant("group_maxima of one", GPU["sm_100a"], "i8"),
+    Variant("group_scores", GPU["sm_90a"], "fp32"),
 ]
 
 
@@ -67,6 +72,8 @@ def test_the_table_holds_everything_that_ships_and_nothing_is_wrong_in_it(table)
     for row in table.values():
         if row.kernel in PASSES + ROWS and row.dtype == "bf16" and row.dim == 512:
             assert {part.split()[1] for part in row.instructions.split("; ")} == {INSTRUCTION[row.gpu]}, row
+        if row.kernel == "group_maxima":
+            assert row.instructions.split()[1] == INSTRUCTION[row.gpu], row
 
 
 def test_a_tile_whose_products_are_made_twice_is_refused(tmp_path, monkeypatch):
@@ -87,6 +94,21 @@ def test_stored_logits_are_read_by_wide_loads(tmp_path, monkeypatch, kernel):
     built = compile_for(GPU["sm_90a"], getattr(triton_stored_kernels, kernel), constants, options)
     assert re.search(r"\bld\.global\S*\.v4\.b32", built.asm["ptx"])
     assert re.search(r"\bst\.global\S*\.v[24]\.b32", built.asm["ptx"])
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90a"])
+def test_rows_of_a_search_are_on_their_way_while_others_are_multiplied(tmp_path, monkeypatch, gpu):
+    """In asynchronous copies, 16 bytes or a whole block at a time; and no matrix of scores goes through memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    variant = Variant("group_maxima", GPU[gpu])
+    constants = {**variant.search_options, "width": 512} | dict.fromkeys(
+        ("allowed", "scale", "residue", "step", "length", "lowest")
+    )
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    ptx = compile_for(GPU[gpu], triton_scan_kernels.group_maxima, constants, options).asm["ptx"]
+    assert ("cp.async.bulk.tensor" if gpu == "sm_90a" else "cp.async.cg") in ptx
+    assert ptx.count("ld.global") == 0
+    assert ptx.count("st.global") <= 4  # the best of each group
 
 
 @pytest.mark.slow

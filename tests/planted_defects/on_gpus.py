@@ -2,6 +2,7 @@
 
 from planted_defects.defect import Defect
 
+_SEARCH, _SEARCH_KERNELS = "plsc/index/triton_scan.py", "plsc/index/triton_scan_kernels.py"
 _PASSES, _STORED = "plsc/head/backends/triton_pass_kernels.py", "plsc/head/backends/triton_stored_kernels.py"
 
 ON_GPUS = (
@@ -123,5 +124,26 @@ ON_GPUS = (
         "        backend.stored_from = None\n",
         "",
         ("tests/head/test_triton_shape.py",),
+    ),
+    Defect(
+        "Triton's search drops groups of rows within the rounding error of the best",
+        _SEARCH,
+        "values[:, -1] - asked.margin",
+        "values[:, -1]",
+        ("tests/index/test_fused_scan.py",),
+    ),
+    Defect(
+        "Triton's search takes the most that a score by codes may be for the least",
+        _SEARCH_KERNELS,
+        "_store_best(lowest, scores - 2 * slack,",
+        "_store_best(lowest, scores,",
+        ("tests/index/test_fused_scan.py",),
+    ),
+    Defect(
+        "Triton's search ranks rows whose float64 sums may come out either way",
+        _SEARCH,
+        "is_clear = (gap > 2 * error)",
+        "is_clear = (gap >= 0)",
+        ("tests/index/test_fused_scan.py",),
     ),
 )
