@@ -229,9 +229,7 @@ def _variants(args: argparse.Namespace) -> dict[str, Any]:
     known = variants_of(values["backbone"])
     task = Task("", 0, 0, nproc=1, device=device, **sizes)
     names = args.contestants or tuple(known)
-    comparison = Comparison(
-        "variants", known, names, task, values["classes"], values["batch"], args.rounds, args.limit
-    )
+    comparison = Comparison("variants", known, names, task, values["classes"], values["batch"], args.rounds, args.limit)
 
     def write(rows: list[dict[str, Any]]) -> None:
         if args.out is not None:
