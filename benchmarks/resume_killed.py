@@ -89,12 +89,13 @@ def last_step(out: Path) -> int:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """Of a run's losses, last weights, and every file of tensors of its last checkpoint."""
+    """Of a run's losses, last weights, and each file of tensors of its last checkpoint."""
     losses = {line["step"]: line["loss"] for line in read_metrics(out) if "loss" in line}
     assert sorted(losses) == list(range(1, STEPS + 1)), sorted(losses)
     last = max((out / "checkpoints").glob("step-*"))
-    files = [out / "model.safetensors", *sorted(last.rglob("*.distcp"))]
-    found = {str(path.relative_to(out)): path.read_bytes() for path in files}
+    found = {str(path.relative_to(out)): path.read_bytes() for path in sorted(last.rglob("*.distcp"))}
+    weights = (out / "model.safetensors").read_bytes()
+    found["weights"] = weights[8 + int.from_bytes(weights[:8], "little") :]  # metadata have an order of their own
     found["losses"] = json.dumps(losses, sort_keys=True).encode()
     return {what: hashlib.sha256(content).hexdigest() for what, content in found.items()}
 

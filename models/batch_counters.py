@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -24,7 +25,7 @@ class BatchCounters:
     def together(self) -> Iterator[None]:
         """Count the pass within; one that raises does not count."""
         counting = [norm for norm in self._norms if norm.training and norm.num_batches_tracked is not None]
-        counters = [norm.num_batches_tracked for norm in counting]
+        counters = [cast(Tensor, norm.num_batches_tracked) for norm in counting]
         for norm in counting:
             norm.num_batches_tracked = None
         try:
