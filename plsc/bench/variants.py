@@ -138,9 +138,9 @@ def step_counts(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, fl
 
 
 def compare_variants(
-    comparison: Comparison, write: Callable[[list[dict[str, Any]]], None] = lambda rows: None, *, quiet: bool = False
+    comparison: Comparison, keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None, *, quiet: bool = False
 ) -> dict[str, Any]:
-    """Measure all variants in turn, ``comparison.rounds`` times over; ``write`` gets the rows after each turn.
+    """Measure all variants in turn, ``comparison.rounds`` times over; ``keep`` gets the rows after each turn.
 
     Returns:
         ``rows``, one per variant, with ``of_base``, its rate over that of :data:`BASE` (the median of the rounds'
@@ -151,7 +151,7 @@ def compare_variants(
 
     def turn(name: str) -> Result:
         taken[name].append(comparison.turn(name, classes, batch))
-        write(_rows(comparison, taken))
+        keep(_rows(comparison, taken))
         return taken[name][-1]
 
     progress = Progress("measuring", comparison.rounds * len(taken), "starts", interval=2.0, quiet=quiet)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from plsc.models.batch_counters import BatchCounters
+from plsc.parallel.batch_counters import BatchCounters
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import exchange_after_backward

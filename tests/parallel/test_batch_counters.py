@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from plsc.models import create
-from plsc.models.batch_counters import BatchCounters
 from plsc.models.recompute import recompute_in_backward
+from plsc.parallel.batch_counters import BatchCounters
 
 
 def passes(model: nn.Module, *, together: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
