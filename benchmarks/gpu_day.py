@@ -158,7 +158,7 @@ def run(part: Part, out: Path, limit: float) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment["PYTHONUNBUFFERED"] = "1"
     start, code = time.monotonic(), None
-    (out / part.result).parent.mkdir(exist_ok=True)
+    (out / part.result).parent.mkdir(parents=True, exist_ok=True)
     (out / part.result).unlink(missing_ok=True)  # a former run's
     with (out / f"{part.name}.log").open("wb") as log:
         log.write(f"$ {shlex.join(['python', *part.command])}\n".encode())
