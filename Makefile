@@ -20,7 +20,7 @@ help:
 	@echo "make test-all     these and the second ring, live and slow tests: everything, in about an hour on two cores"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
 	@echo "make fuzz         fuzz targets of readers and routes; SECONDS=300 TARGET=rec SEED=7; inputs that fail go to fuzz-failures/"
-	@echo "make gpu-day      on a machine with a GPU: examination, GPU tests, benchmarks; into gpu-day/, within an hour; ARGS='--again tests'"
+	@echo "make gpu-day      on a machine with a GPU: examination, GPU tests, benchmarks; into gpu-day/, within two hours; ARGS='--again tests'"
 	@echo "make lint         ruff (rules and layout) and mypy --strict"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make install      the virtual environment in $(VENV), with the versions of constraints.txt"

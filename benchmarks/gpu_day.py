@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in one go and an hour: examination, checks, GPU tests, benchmarks of the head.
+"""Everything that only a GPU can tell, in one go and two hours: examination, checks, GPU tests, head, whole steps.
 
     make gpu-day                                    # or: python benchmarks/gpu_day.py [--out FOLDER] [--only PART …]
     make gpu-day ARGS="--again tests shapes"        # these once more, though they have results
@@ -41,6 +41,9 @@ NAMES = {
     "placement": "a table in host memory with and without CUDA_LAUNCH_BLOCKING, bit by bit",
     "ranks": "unequal batches on two GPUs against float64",
     "tests": "the tests that only a GPU can make",
+    "resume": "a training killed with -9 and resumed, beside one that was not, bit by bit",
+    "backbones": "variants of a whole step of iresnet50, vit_base and vit_large at 1 million classes",
+    "published": "whole steps from 1 million classes on beside eight V100 as arcface_torch published them",
     "head": "whole steps of the head at 50 and 10 million classes, as far as they fit",
     "peers": "the head beside dense logits and torch's fused loss",
     "search": "the exact search of 1 and 10 million rows: by Triton's kernels, and by torch",
@@ -87,6 +90,7 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
             _first("shapes", out, minutes, interpreted),
             *(_first(name, out, minutes) for name in ("counters", "sanitizer", "placement", "ranks")),
             Part("tests", tests, minutes, "tests.xml"),
+            *_whole_steps(out, dry=True),
             Part("head", [*folders["head"], "--dry", "--only", "whole"], minutes, "head.log", interpreted),
             Part("peers", [*bench, *tiny, "--contestants", "plsc", "dense"], minutes, "peers.json"),
             Part("search", [*folders["search"], "--dry"], minutes, "search.log", interpreted),
@@ -102,10 +106,25 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
         _first("placement", out, 1),
         _first("ranks", out, 1),
         Part("tests", tests, 8, "tests.xml"),
+        *_whole_steps(out),
         Part("head", [*folders["head"], "--only", "whole", "--minutes", "4"], 5, "head/head_gpu.csv"),
         Part("peers", [*bench, "--limit", "60", "--rounds", "1"], 5, "peers.json"),
         Part("search", [*folders["search"], "--minutes", "3"], 4, "search/search_gpu.csv"),
         Part("variants", [*folders["variants"], "--only", "variants", "--minutes", "3"], 3.5, "variants/head_gpu.csv"),
+    ]
+
+
+def _whole_steps(out: Path, *, dry: bool = False) -> list[Part]:
+    """The parts about a training step of backbone and head, tiny on a CPU where ``dry``."""
+    names = ["resnet8"] if dry else ["iresnet50", "vit_base", "vit_large"]
+    backbones = ["benchmarks/backbone_variants.py", str(out / "backbones"), *(["--dry"] if dry else []), *names]
+    published = ["benchmarks/published_throughput.py", "--out", str(out / "published"), "--rounds", "1"]
+    published += ["--dry", "--classes", "100", "200", "--steps", "1"] if dry else []
+    resume = ["benchmarks/resume_killed.py", str(out / "resume.json"), *(["--device", "cpu"] if dry else [])]
+    return [
+        Part("resume", resume, 4, "resume.json"),
+        Part("backbones", backbones, 24, f"backbones/{names[0]}/variants.csv"),
+        Part("published", published, 10, "published/published_on_one_gpu.csv"),
     ]
 
 
@@ -143,7 +162,7 @@ def run(part: Part, out: Path, limit: float) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment["PYTHONUNBUFFERED"] = "1"
     start, code = time.monotonic(), None
-    (out / part.result).parent.mkdir(exist_ok=True)
+    (out / part.result).parent.mkdir(parents=True, exist_ok=True)
     (out / part.result).unlink(missing_ok=True)  # a former run's
     with (out / f"{part.name}.log").open("wb") as log:
         log.write(f"$ {shlex.join(['python', *part.command])}\n".encode())
@@ -234,6 +253,8 @@ def first_hours_complaints(out: Path) -> Iterator[str]:
             yield f"sanitizer, {name}: exit code {tool['code']}, {tool['text'].strip().splitlines()[-1:]}"
     if len(set(found(out, "placement").get("digests", {}).values())) > 1:
         yield "placement: a table in host memory is another one where launches do not wait: copies and steps race"
+    if not found(out, "resume").get("right", True):
+        yield f"resume: {found(out, 'resume')['note']}"
     if not found(out, "ranks").get("right", True):
         yield f"ranks: {found(out, 'ranks').get('errors') or found(out, 'ranks').get('text')}"
 
@@ -261,7 +282,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the results (gpu-day/DATE-GPU)")
-    parser.add_argument("--minutes", type=float, default=57.0, help="no part goes on for longer (%(default)g)")
+    parser.add_argument("--minutes", type=float, default=117.0, help="no part goes on for longer (%(default)g)")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=NAMES, help=f"of {', '.join(NAMES)}")
     parser.add_argument("--again", nargs="+", default=[], metavar="PART", choices=NAMES, help="these once more")
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: every part once, tiny")

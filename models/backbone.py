@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,10 @@ class Backbone(nn.Module):
         embedding_dim: D.
         preprocessing: the contract that its weights are trained with; (x - 127.5)/127.5 unless they bring their own.
         options: the further keywords that it was created with; JSON can hold them.
+        norms_run_once: every batch normalisation of the class runs once in each training pass.
     """
+
+    norms_run_once: ClassVar[bool] = False
 
     def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()

@@ -62,6 +62,8 @@ class IBasicBlock(nn.Module):
 class IResNet(Backbone):
     """IResNet with ``BLOCKS[name]`` blocks per stage; ``dropout`` acts on the flattened last map."""
 
+    norms_run_once = True
+
     def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)

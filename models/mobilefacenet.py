@@ -117,6 +117,8 @@ class InvertedResidual(Layers):
 class MobileFaceNet(Backbone):
     """Inverted residuals by ``SHAPES[name]``, 1x1 convolution to 512 channels, global depthwise convolution."""
 
+    norms_run_once = True
+
     def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__(name, embedding_dim, image_size)
         blocks, scale = SHAPES[name]

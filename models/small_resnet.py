@@ -52,6 +52,8 @@ class SmallResNet(Backbone):
         image_size: side in pixels, or (height, width).
     """
 
+    norms_run_once = True
+
     def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.stem = nn.Sequential(*_convolution(3, WIDTHS[0], 3, stride=2), nn.ReLU())

@@ -120,6 +120,8 @@ def strategy_of(entry: Key) -> dict[str, str]:
         return pipeline if entry.name == "parallel.pp" else {**pipeline, "parallel.pp": 2}
     if entry.name in ("parallel.tp", "fp8.enabled"):
         return {"backbone": "vit_tiny"}
+    if entry.name == "compile_mode":
+        return {"compile": True}
     strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}
     return {"parallel.strategy": strategies[entry.name]} if entry.name in strategies else {}
 

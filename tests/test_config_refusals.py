@@ -20,6 +20,7 @@ ASYNC = {"head_ranks": 1, "head.placement": "host", "asynchronous.mode": "full"}
 EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
 FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
 JOURNAL = {"head.placement": "mmap:table", "journal.enabled": True, "eval.sets": ("avatars:4x2",)}
+GRAPHS = {"compile": True, "compile_mode": "reduce-overhead"}
 MOMENTS = "leaves adamw no moments"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # strategies
@@ -42,6 +43,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**TP, "parallel.comm_hook": "powersgd"}, "parallel.tp = 2 sums parts"),
     ({**TP, "parallel.bucket_mb": 1.0}, "parallel.tp = 2 sums block by block"),
     ({**TP, "compile": True}, "leave compile out"),
+    # CUDA graphs
+    ({"compile_mode": "reduce-overhead"}, "no effect without compile = true"),
+    ({**GRAPHS, "optim.accumulate": 2}, "leave it or optim.accumulate out"),
+    ({**GRAPHS, **FSDP}, 'one GPU, and parallel.strategy = "fsdp"'),
     # pipelines
     ({**PP, "backbone": "iresnet50"}, "cuts the blocks of vit_tiny"),
     ({**PP, "parallel.pp": 13, "data.batch_size": 64}, "vit_tiny has 12 blocks"),

@@ -4,6 +4,7 @@ plsc bench head                                     class heads on this machine,
 plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
 plsc bench head --units --classes 500000            by AMX, AVX-512 BF16, AVX-512, AVX2 in turn, beside their floors
 plsc bench train                                    backbone and head, and arcface_torch's loop, two minutes
+plsc bench train --variants --backbone vit_base     our loop alone: fp32, bf16, compiled, as CUDA graphs, in fp8
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 plsc bench cluster                                  spherical k-means beside faiss, from the same first centres
 plsc bench data                                     reading pictures, beside webdataset, torchvision and datasets
@@ -66,6 +67,7 @@ def _configure_steps(actions: Any) -> None:
         help="side of the images (112, arcface_torch's only one)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="of the backbone (fp32; on a GPU fp16)")
+    add("--variants", action="store_true", help="our loop in its variants, on one rank")
     add("--arcface-torch", dest="peer", type=Path, metavar="FOLDER", help=peer)
     for command, unmeasured in ((head, "one that is"), (train, "two that are")):
         add = command.add_argument
@@ -190,6 +192,13 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     logits, autograd).
 
     A loop that fails or does not fit into memory gets a row with the reason.
+
+    --variants measures ours alone, on one rank, the table in bf16 with int8 momentum: fp32, bf16, compile, graphs (of
+    CUDA: compile_mode = "reduce-overhead"), fp16; nchw (without channels_last) of convolutional networks; fp8 and
+    fp8-compile of vit_*. --contestants names some. All but nchw have channels_last; the optimizer is torch's fused one
+    in all. Beside the rate stand its ratio to fp32's, the MFU that `plsc train` shows, and on a GPU, of a step, the
+    host's launches, the kernels, and the share of its time in which the GPU computes nothing. --out has variants.csv,
+    which is written after each turn.
     """
     from plsc.bench.report import draw_training, train_table
     from plsc.bench.train import LOOPS
@@ -197,7 +206,36 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.backbone not in (None, *names()):
         raise UsageError(f"--backbone {args.backbone}: choose from {', '.join(names())}")
+    if args.variants:
+        return _variants(args)
     return _steps(args, LOOPS, _TRAINED, "--arcface-torch", train_table, draw_training)
+
+
+def _variants(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare variants of our loop."""
+    from plsc.bench.comparison import Comparison, Task
+    from plsc.bench.harness import write_csv
+    from plsc.bench.report import variant_table
+    from plsc.bench.variants import compare_variants, variants_of
+
+    given = {"--arcface-torch": args.peer, "--baselines": args.baselines, "--precision": args.precision}
+    for option in (option for option, value in given.items() if value is not None):
+        raise UsageError(f"--variants measures our loop in precisions of its own: leave {option} out")
+    if args.nproc not in (None, 1):
+        raise UsageError(f"--variants measures one rank: leave --nproc {args.nproc} out")
+    device = _device(args)
+    values = {**_TRAINED[device], **{name: value for name, value in vars(args).items() if value is not None}}
+    sizes = {name: values[name] for name in ("dim", "threads", "steps", "backbone", "image_size")}
+    known = variants_of(values["backbone"])
+    task = Task("", 0, 0, nproc=1, device=device, **sizes)
+    names = args.contestants or tuple(known)
+    comparison = Comparison("variants", known, names, task, values["classes"], values["batch"], args.rounds, args.limit)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        if args.out is not None:
+            write_csv(rows, args.out / "variants.csv")
+
+    return _report(args, lambda: compare_variants(comparison, write), variant_table, None, "variants")
 
 
 def _steps(
@@ -213,9 +251,7 @@ def _steps(
 
     from plsc.bench.comparison import Comparison, Task, all_contestants, compare
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on the CPU")
+    device = _device(args)
     ranks = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
     given = {name: value for name, value in vars(args).items() if value is not None}
     values = {**sizes[device], "nproc": ranks, **given, "device": device}
@@ -234,6 +270,16 @@ def _steps(
     if args.peer is None and baselines is not None:
         note(f"insightface's is left out: {peer_option} FOLDER names a checkout that has it")
     return _report(args, lambda: compare(comparison), table, draw)
+
+
+def _device(args: argparse.Namespace) -> str:
+    """The device that is measured."""
+    import torch
+
+    device: str = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on the CPU")
+    return device
 
 
 def _baselines(args: argparse.Namespace) -> str | None:
@@ -319,8 +365,9 @@ def _report(
     compare: Callable[[], dict[str, Any]],
     table: Callable[[Any, Any], str],
     draw: Callable[[Any, Path], None] | None,
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """Compare, print the table, and write CSV and picture where --out asks for them."""
+    """Compare, print the table, and write CSV and picture, of the action's or another name, where --out asks."""
     from plsc.bench.harness import write_csv
     from plsc.files import make_folder
 
@@ -329,7 +376,8 @@ def _report(
     result = compare()
     show(*table(result["rows"], result["ratios"]).split("\n"))
     if args.out is not None:
-        written = [args.out / f"{args.action}.csv", *([args.out / f"{args.action}.png"] if draw else [])]
+        name = name or args.action
+        written = [args.out / f"{name}.csv", *([args.out / f"{name}.png"] if draw else [])]
         write_csv(result["rows"], written[0])
         if draw is not None:
             draw(result["rows"], written[1])

@@ -37,7 +37,14 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}  # of a
 ARCFACE: dict[str, Any] = {"s": 64.0, "m": 0.5}
 ROOFLINE = "floor"  # measured beside the heads; its name in results and in --contestants
 BASELINES = Path(__file__).resolve().parents[2] / "benchmarks" / "baselines.py"  # of this checkout, if it is one
-_NOUNS = {"head": "head", "train": "loop", "search": "search", "cluster": "clustering", "data": "loader"}
+_NOUNS = {
+    "head": "head",
+    "train": "loop",
+    "variants": "variant",
+    "search": "search",
+    "cluster": "clustering",
+    "data": "loader",
+}
 _MEMORY_SHARE = 0.85  # of what is available now, for all ranks together
 _TOO_LARGE: Result = {"reason": "failed with fewer classes already"}
 _RATIO_FIGURES = ("cpu_s", "wall_s", "memory_mib")

@@ -82,6 +82,19 @@ def train_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     return "\n".join([title, *_lines(rows, "", columns, _train_figures), *([""] if ratio_lines else []), *ratio_lines])
 
 
+def variant_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the rows, aligned; a figure that this device has not is "-"."""
+    first = rows[0]
+    title = (
+        f"{first['backbone']}, {first['classes']:,} classes x {first['dim']}, {counted(first['batch'], 'image')} of "
+        f"{first['image_size']} px; medians of {counted(first['rounds'], 'round')}:"
+    )
+    columns = (
+        f"{'images/s':>9} {'ms':>9} {'x fp32':>7} {'MFU':>6} {'launches':>9} {'kernels':>8} {'idle':>5} {'MiB':>8}"
+    )
+    return "\n".join([title, *_lines(rows, "", columns, _variant_figures)])
+
+
 def search_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     """Return the rows by batch, aligned, and how ours compare with the best baseline."""
     first, labels = rows[0], _labels(rows)
@@ -185,6 +198,15 @@ def _unit_figures(row: Row) -> str:
 def _train_figures(row: Row) -> str:
     rate, wall = f"{row['images_per_second']:>9,.1f}", f"{row['wall_s'] * 1000:>9,.1f}"
     return f"{rate} {wall} {row['cpu_s']:>9.3f} {row['memory_mib']:>9,.0f}"
+
+
+def _variant_figures(row: Row) -> str:
+    def shown(name: str, form: str) -> str:
+        return "-" if row[name] is None else format(row[name], form)
+
+    counts = f"{shown('launches', ',.0f'):>9} {shown('kernels', ',.0f'):>8} {shown('idle_share', '.0%'):>5}"
+    rate = f"{row['images_per_second']:>9,.1f} {row['wall_s'] * 1000:>9,.1f} {shown('of_base', '.2f'):>7}"
+    return f"{rate} {shown('mfu', '.1%'):>6} {counts} {row['memory_mib']:>8,.0f}"
 
 
 def _search_figures(row: Row) -> str:

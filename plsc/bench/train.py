@@ -57,7 +57,8 @@ class _BlankImages(ImageDataset):
         return list(map(str, range(start, stop)))
 
 
-def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Step:
+def make_stepper(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh, **changes: Any) -> Stepper:
+    """Make what takes our steps, as ``plsc train`` does; ``changes`` are of its configuration."""
     keep_freed_memory()  # as `plsc train` does
     keys = {
         "backbone": task.backbone,
@@ -73,28 +74,36 @@ def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Ste
         "head.momentum_dtype": momentum_dtype,
         **{f"optim.{name}": value for name, value in SGD.items()},
         "optim.clip_norm": CLIP_NORM,
+        **changes,
     }
-    stepper = Stepper(build(configuration.load(None, keys), _BlankImages(task), mesh))
+    return Stepper(build(configuration.load(None, keys), _BlankImages(task), mesh))
+
+
+def _plsc(weight_dtype: str, momentum_dtype: str, task: Task, mesh: Mesh) -> Step:
+    return step_of(make_stepper(weight_dtype, momentum_dtype, task, mesh), task, mesh)
+
+
+def step_of(stepper: Stepper, task: Task, mesh: Mesh) -> Step:
+    """Take steps as the trainer does: the result of one is read when the next one is enqueued."""
     sizes, numbers = [task.batch] * mesh.world_size, itertools.count()
     unread: list[EnqueuedStep] = []
 
     def step(batch: Images) -> float:
         unread.append(stepper.step([MicroBatch(*batch, sizes)], next(numbers)))
-        # as the trainer does, the result of a step is read when the next one is enqueued
         return (unread.pop(0) if len(unread) > 1 else unread[0]).result().loss
 
     return step
 
 
-def _as_loaded(batch: Images, mesh: Mesh) -> Images:
+def as_loaded(batch: Images, mesh: Mesh) -> Images:
     """Our step takes batches as its loader brings them, and normalises on the device."""
     images, labels = batch
     return (images.pin_memory(), labels.pin_memory()) if mesh.device.type == "cuda" else batch
 
 
 LOOPS = {
-    "plsc": Contestant("plsc, table in bf16 + int8", partial(_plsc, "bfloat16", "int8"), _as_loaded),
-    "plsc-fp32": Contestant("plsc, table in fp32", partial(_plsc, "float32", "float32"), _as_loaded),
+    "plsc": Contestant("plsc, table in bf16 + int8", partial(_plsc, "bfloat16", "int8"), as_loaded),
+    "plsc-fp32": Contestant("plsc, table in fp32", partial(_plsc, "float32", "float32"), as_loaded),
 }
 
 
@@ -105,11 +114,12 @@ def measure_loop(task: Task, mesh: Mesh) -> dict[str, Any]:
         limit_allocations(task.memory_bytes)
     assert loop.prepare is not None
     count = task.steps + _WARM_UP_STEPS
-    batches = [(loop.prepare(_batch(task, mesh, number), mesh),) for number in range(count)]
+    batches = [(loop.prepare(random_batch(task, mesh, number), mesh),) for number in range(count)]
     return measure_steps(task, mesh, loop.build, batches, _WARM_UP_STEPS)
 
 
-def _batch(task: Task, mesh: Mesh, number: int) -> Images:
+def random_batch(task: Task, mesh: Mesh, number: int) -> Images:
+    """This rank's images and labels of a step."""
     generator = torch.Generator().manual_seed(_BATCH_SEED + number * mesh.world_size + mesh.rank)
     shape = (task.batch, 3, task.image_size, task.image_size)
     images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

@@ -149,6 +149,8 @@ class Config:
         sync_batchnorm: Batch normalisation over all ranks; in fp32 on CPUs, sums over samples then run in float64.
         channels_last: Memory format NHWC, which speeds up convolutions on GPUs.
         compile: Compile the backbone with torch.compile.
+        compile_mode: With compile: reduce-overhead replays the backbone's passes as CUDA graphs, which spares the host
+            their launches; on one GPU, without accumulation. It has not run on a GPU.
         recompute: Activations that the backward pass computes again, in place of keeping them: every_k, those of every
             recompute_every-th block; budget, those of the blocks that free most memory for the least work, until
             recompute_budget is met. Losses stay the same.
@@ -183,6 +185,7 @@ class Config:
     sync_batchnorm: bool = key(False)
     channels_last: bool = key(False)
     compile: bool = key(False)
+    compile_mode: str = key("default", choices=("default", "reduce-overhead"))
     recompute: str = key("none", choices=("none", "every_k", "budget"))
     recompute_every: int = key(1, least=1)
     recompute_budget: float = key(0.6, above=0, most=1)
@@ -249,6 +252,7 @@ class Config:
             if all(get(self, name) is not None for name in (first, second)):
                 yield f"{first} and {second} are both given; keep one"
         yield from self._of_the_backbone()
+        yield from self._of_graphs()
         for section in (self.data, self.optim, self.parallel, self.head):
             yield from section.refusals(self)
         given = {*self.features, *self.features_on}
@@ -264,6 +268,17 @@ class Config:
             hint = arcface_torch.backbone_hint(self.backbone)
             nearest = did_you_mean(self.backbone, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
             yield f"backbone = {toml_value(self.backbone)} does not exist{f'; {hint}' if hint else nearest}"
+
+    def _of_graphs(self) -> Iterator[str]:
+        if self.compile_mode == "default":
+            return
+        cause = f"compile_mode = {toml_value(self.compile_mode)}"
+        if not self.compile:
+            yield f"{cause} has no effect without compile = true; give that, or leave it out"
+        if self.optim.accumulate > 1:
+            yield f"{cause} overwrites a micro-batch's gradients by the next one's; leave it or optim.accumulate out"
+        if self.parallel.strategy != "ddp":
+            yield f'{cause} is for one GPU, and parallel.strategy = "{self.parallel.strategy}"; leave one of them out'
 
 
 def get(config: Config, name: str) -> Any:

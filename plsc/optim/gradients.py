@@ -46,8 +46,11 @@ def clip_by_norm_(
 ) -> Tensor:
     """Do what :func:`clip_grad_norm_` does, to gradients, or parts of them, whose common norm is known already."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in alike.items():  # one launch for many: a step would have hundreds
+        torch._foreach_mul_(group, factor.to(device, dtype))
     for head in heads:
         head.scale_gradients(factor.double())
     return norm

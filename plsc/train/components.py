@@ -17,6 +17,7 @@ from plsc.data import ImageDataset
 from plsc.data.identity import counts, samples
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
+from plsc.errors import UsageError
 from plsc.feature_config import section_name
 from plsc.models import Backbone, load_weights
 from plsc.models.preprocessing import Preprocessing
@@ -182,6 +183,9 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
 
     ``config.precision`` is not "auto" any more: :func:`plsc.config.checks.with_precision`.
     """
+    if config.compile_mode != "default" and (mesh.world_size > 1 or mesh.device.type != "cuda"):
+        has = "a CPU has none" if mesh.device.type != "cuda" else f"there are {mesh.world_size} ranks"
+        raise UsageError(f'compile_mode = "{config.compile_mode}" is CUDA graphs of one GPU, and {has}; leave it out')
     torch.manual_seed(config.seed)  # the same first weights on every rank
     features = {section_name(type(section)): section.make(config) for section in config.features_on}
     strategy = raise_on_all_ranks(mesh, lambda: _strategy(config, features.values(), mesh))
@@ -263,7 +267,7 @@ def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) ->
     dtype = autocast_dtype(config.precision)
     return Wrapping(
         autocast=partial(torch.autocast, strategy.mesh.device.type, dtype=dtype, enabled=dtype is not None),
-        compile=_compiled if config.compile else None,
+        compile=partial(_compiled, mode=config.compile_mode) if config.compile else None,
         exchange=exchange,
         bucket_mb=config.parallel.bucket_mb,
         reduce_dtype=AUTOCAST_DTYPES.get(config.parallel.comm_hook),
@@ -272,10 +276,10 @@ def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) ->
     )
 
 
-def _compiled(net: nn.Module) -> nn.Module:
+def _compiled(net: nn.Module, mode: str) -> nn.Module:
     for name, start in _IGNORED_LOGS.items():
         logging.getLogger(name).addFilter(partial(_not_startswith, start))
-    return torch.compile(net)  # type: ignore[return-value]
+    return torch.compile(net, mode=mode)  # type: ignore[return-value]
 
 
 def _not_startswith(start: str, record: logging.LogRecord) -> bool:

@@ -131,6 +131,8 @@ class Stepper:
         components = self.components
         margin_states = [table.head.margin_state for table in components.tables]
         self.statistics.remember()
+        if components.config.compile_mode != "default":  # what the last step's graphs left is not read any more
+            torch.compiler.cudagraph_mark_step_begin()
         self._seed(number)
         components.exchange.begin(number)
         stop = components.exchange.agreed_stop(stop)
@@ -265,11 +267,12 @@ class Stepper:
         send the step's loss, its norm and the single losses to the host along with that.
         """
         loss = (losses * self._loss_weights).sum() if self._is_sum else losses[0]
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        both = torch.stack([loss, norm.to(loss)])
+        bad = ~torch.isfinite(both).all()
         for head in self.components.head_optimizers:
             bad = bad | (head.not_finite() != 0)
         ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
         mesh = self.components.voters
         agreed = all_reduce_max(ballot, mesh)
-        told = [agreed, torch.stack([loss, norm.to(loss)]), *([losses] if len(losses) > 1 else [])]
+        told = [agreed, both, *([losses] if len(losses) > 1 else [])]
         return Verdict(torch.cat(told), mesh.timeout)

@@ -1,5 +1,6 @@
 """benchmarks/gpu_day.py: every part once on a CPU; what is done is not done again; a bad result is in the summary."""
 
+import csv
 import importlib
 import json
 import os
@@ -70,11 +71,23 @@ def test_parts_of_the_first_hour_say_that_there_is_no_gpu_or_run_on_the_cpu(tmp_
     assert set(results["ranks"]["errors"]) == {"loss", "embeddings' gradient", "table"}
 
 
-def test_a_day_on_gpus_fits_into_an_hour_and_begins_with_the_examination(tmp_path):
+@pytest.mark.slow
+def test_parts_about_whole_steps_run_tiny_on_the_cpu(tmp_path):
+    start("--allow-cpu", "--out", tmp_path, "--only", "resume", "backbones", "published")
+    assert json.loads((tmp_path / "resume.json").read_text())["right"]
+    rows = list(csv.DictReader((tmp_path / "backbones" / "resnet8" / "variants.csv").open()))
+    notes = {row["contestant"]: row["note"] for row in rows}
+    assert notes.pop("graphs").startswith("compile_mode")
+    assert notes == {"fp32": "", "bf16": ""}
+    rows = list(csv.DictReader((tmp_path / "published" / "published_on_one_gpu.csv").open()))
+    assert [row["classes"] for row in rows] == ["100", "200"]
+
+
+def test_a_day_on_gpus_fits_into_two_hours_and_begins_with_the_examination(tmp_path):
     for gpus in (1, 8):
         day = gpu_day.parts(tmp_path, gpus, 57)
         assert [part.name for part in day] == list(gpu_day.NAMES)
-        assert sum(part.minutes for part in day) < 57
+        assert sum(part.minutes for part in day) < 117
         assert all(part.environment == {} for part in day)
         assert ("--nproc" in day[1].command) == (gpus > 1)
         commands = {part.name: part.command for part in day}
@@ -83,6 +96,9 @@ def test_a_day_on_gpus_fits_into_an_hour_and_begins_with_the_examination(tmp_pat
     assert "test_head_gpu.py" in files
     on_cpu = {part.name: part.command for part in gpu_day.parts(tmp_path, 0, 57)}
     assert {"--dry", "--only", "whole"} < set(on_cpu["head"])
+    assert "--dry" in on_cpu["backbones"]
+    assert "--dry" in on_cpu["published"]
+    assert "cpu" in on_cpu["resume"]
 
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path):
@@ -151,6 +167,7 @@ def test_what_is_wrong_stands_in_the_summary(tmp_path, monkeypatch):
     )
     day = gpu_day.parts(tmp_path, 1, 57)
     (tmp_path / "placement.json").write_text('{"digests": {"0": "ab", "1": "cd"}}')
+    (tmp_path / "resume.json").write_text('{"right": false, "note": "killed after step 13: differs: losses"}')
     (tmp_path / "checks.json").write_text('{"checks": {"passes_agree": {"right": false, "text": "0.3"}}}')
     (tmp_path / "doctor.state.json").write_text('{"code": 1, "seconds": 61.0}')
     (tmp_path / "tests.state.json").write_text('{"code": null, "seconds": 600.0}')
@@ -159,6 +176,7 @@ def test_what_is_wrong_stands_in_the_summary(tmp_path, monkeypatch):
     assert "| ended by its time limit | 600 |" in page
     assert "| not run yet |  |" in page
     assert "- placement: a table in host memory is another one" in page
+    assert "- resume: killed after step 13: differs: losses\n" in page
     assert "- checks, passes_agree: 0.3\n" in page
     assert "- doctor, kernels, triton, bfloat16: sums 0.1 (bound 2e-05) (send this report)\n" in page
     assert "- test tests.head.test_head_gpu::test_on_a_gpu: assert 1 == 2\n" in page

@@ -9,11 +9,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from plsc.parallel.batch_counters import BatchCounters
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import exchange_after_backward
@@ -173,6 +174,7 @@ class Strategy:
         self.backbone, self.template, self.wrapping = backbone, template, wrapping
         self.split(backbone)
         self.net = self.place_backbone(backbone)
+        self._counters = BatchCounters(self.backbone)
         self.weights = [
             self.place_weight(name, places.get(name), weight, shapes[name])
             for name, weight in self.backbone.named_parameters()
@@ -236,11 +238,15 @@ class Strategy:
             last: whether the gradients are exchanged after this micro-batch.
         """
         with self.exchanges_gradients(last):
-            with self.wrapping.autocast():
-                embeddings = self.net(images())
+            embeddings = self.embeddings_of(images)
             value = self.loss_of(loss, embeddings, labels, sizes)
             exchange_after_backward(value)
             value.backward()
+
+    def embeddings_of(self, images: Callable[[], Tensor]) -> Tensor:
+        """Take ``images()`` through the backbone, in the precision of the run."""
+        with self.wrapping.autocast(), self._counters.together():
+            return cast(Tensor, self.net(images()))
 
     def loss_of(self, loss: Loss, embeddings: Tensor, labels: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return ``loss`` of this rank's share of a micro-batch's embeddings; arguments as in forward_backward()."""
@@ -263,7 +269,8 @@ class Strategy:
 
     def zero_grad(self) -> None:
         """Forget all gradients, of the engine's weights and of :attr:`weights`."""
-        self.net.zero_grad()
+        if not self.is_replicated:  # an engine has weights of its own; to look for all takes the host long
+            self.net.zero_grad()
         for weight in self.weights:
             weight.parameter.grad = None
 
