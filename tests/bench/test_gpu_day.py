@@ -71,10 +71,18 @@ def test_parts_of_the_first_hour_say_that_there_is_no_gpu_or_run_on_the_cpu(tmp_
     assert set(results["ranks"]["errors"]) == {"loss", "embeddings' gradient", "table"}
 
 
+@pytest.mark.live
+@pytest.mark.slow
+def test_a_killed_training_is_resumed_on_the_cpu(tmp_path):
+    start("--allow-cpu", "--out", tmp_path, "--only", "resume")
+    found = json.loads((tmp_path / "resume.json").read_text())
+    assert found["right"]
+    assert 13 <= found["killed_after"] < 40
+
+
 @pytest.mark.slow
 def test_parts_about_whole_steps_run_tiny_on_the_cpu(tmp_path):
-    start("--allow-cpu", "--out", tmp_path, "--only", "resume", "backbones", "published")
-    assert json.loads((tmp_path / "resume.json").read_text())["right"]
+    start("--allow-cpu", "--out", tmp_path, "--only", "backbones", "published")
     rows = list(csv.DictReader((tmp_path / "backbones" / "resnet8" / "variants.csv").open()))
     notes = {row["contestant"]: row["note"] for row in rows}
     assert notes.pop("graphs").startswith("compile_mode")
