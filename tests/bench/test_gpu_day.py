@@ -71,7 +71,6 @@ def test_parts_of_the_first_hour_say_that_there_is_no_gpu_or_run_on_the_cpu(tmp_
     assert set(results["ranks"]["errors"]) == {"loss", "embeddings' gradient", "table"}
 
 
-@pytest.mark.live
 @pytest.mark.slow
 def test_a_killed_training_is_resumed_on_the_cpu(tmp_path):
     start("--allow-cpu", "--out", tmp_path, "--only", "resume")
