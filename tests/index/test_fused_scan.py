@@ -100,6 +100,8 @@ def test_any_size_gives_the_float64_ranking(interpreter, precision, rows, dim, q
         assert answer["by torch"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.first_ring("bf16-cpu", "fp32-sm_80")
 @pytest.mark.parametrize("kind", ["cpu", "sm_80"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_and_queries_that_fill_no_block(interpreter, precision, kind):
@@ -283,6 +285,8 @@ def without_mask(found):
     return found.clamp(min=-1.0)
 
 
+@pytest.mark.slow
+@pytest.mark.first_ring("bf16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_kernels_that_disagree_with_float64_are_switched_off(interpreter, precision):
     assert interpreter(checked, precision) == (None, True)
