@@ -82,12 +82,16 @@ def test_a_killed_training_is_resumed_on_the_cpu(tmp_path):
 @pytest.mark.slow
 def test_parts_about_whole_steps_run_tiny_on_the_cpu(tmp_path):
     start("--allow-cpu", "--out", tmp_path, "--only", "backbones", "published")
-    rows = list(csv.DictReader((tmp_path / "backbones" / "resnet8" / "variants.csv").open()))
+    rows = rows_of(tmp_path / "backbones" / "resnet8" / "variants.csv")
     notes = {row["contestant"]: row["note"] for row in rows}
     assert notes.pop("graphs").startswith("compile_mode")
     assert notes == {"fp32": "", "bf16": ""}
-    rows = list(csv.DictReader((tmp_path / "published" / "published_on_one_gpu.csv").open()))
+    rows = rows_of(tmp_path / "published" / "published_on_one_gpu.csv")
     assert [row["classes"] for row in rows] == ["100", "200"]
+
+
+def rows_of(path):
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def test_a_day_on_gpus_fits_into_two_hours_and_begins_with_the_examination(tmp_path):
