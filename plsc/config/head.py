@@ -66,6 +66,8 @@ class HeadConfig:
             momentum.
         fp32_precision: How a GPU multiplies a float32 table: ieee, tf32 (factors of 11 bits, on the matrix units), or
             bf16x3 (16 bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.
+        exponentials_memory: Memory of a GPU, such as 8GiB, in which the forward may keep a batch's exponentials until
+            the update, which makes one product in the place of two then; unset: none.
         placement: Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a
             mapped file per rank).
     """
@@ -93,10 +95,12 @@ class HeadConfig:
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
+    exponentials_memory: str = key("")
     placement: str = key("device")
 
     def refusals(self, run: "Config") -> Iterator[str]:
         """Say, one after another, what of ``run`` does not go with these keys."""
+        from plsc.head.options import exponentials_bytes
         from plsc.head.storage import TableStorage
 
         if run.optim.head_name == "adamw" and self.momentum_dtype == "none":
@@ -105,6 +109,10 @@ class HeadConfig:
             TableStorage.of(self.weight_dtype, self.momentum_dtype, self.placement)
         except UsageError as error:
             yield re.sub(r"\b(placement)\b", r"head.\1", str(error))
+        try:
+            exponentials_bytes(self.exponentials_memory, "head.exponentials_memory")
+        except UsageError as error:
+            yield str(error)
         takes = _keys_of(self.margin)
         for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
             if getattr(self, name) is not None and name not in takes:

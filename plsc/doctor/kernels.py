@@ -14,6 +14,7 @@ from plsc.devices import low_precision_speed, low_precision_units
 from plsc.doctor.report import Line, Tick, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
+from plsc.head.backends.kept_exponentials import ALIGNED
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import (
     Deviation,
@@ -38,6 +39,7 @@ _SGD = SgdRule(0.1, 0.9, 5e-4, nesterov=False)
 _ADAMW = AdamWRule(1e-3, 0.9, 0.999, 1e-8, 1e-2, step=3)
 _MOMENTA = (torch.float32, torch.bfloat16, torch.int8)
 _PASSES = ("sums", "embeddings' gradient", "rows' gradient")
+_EXPONENTIALS = 1 << 20  # bytes: more than those of any table here
 _SCAN_ROWS, _SCAN_DIM, _SCAN_QUERIES, _SCAN_K = 3000, 96, 9, 10
 _ADVICE = (
     "send this report; until then PLSC_HEAD_BACKEND=torch, or PLSC_NATIVE=0 on a CPU, computes without these kernels"
@@ -192,9 +194,15 @@ def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tup
     yield "passes", partial(check_passes, backend, shard)
     if isinstance(backend, TritonBackend) and backend.takes_passes and shape.row_kind.can_be_stored:
         yield "passes, weights stored", partial(check_passes, backend.in_shape(stored=True), shard)
+        keeping = backend.in_shape(stored=True)
+        keeping.exponentials_memory = _EXPONENTIALS
+        if shard.centers == 1:
+            yield "passes, exponentials kept", partial(check_passes, keeping, replace(shard, batch=2 * ALIGNED))
     for name, kind in _updates():
         if every_update or name == _USUAL[shard.dtype]:
             yield name, partial(check_update, backend, shard, kind)
+        if backend.updates_by_rows and name == _USUAL[shard.dtype]:
+            yield f"{name}, by kept exponentials", partial(check_update, backend, shard, kind, is_by_rows=True)
 
 
 def _updates() -> Iterator[tuple[str, UpdateKind]]:

@@ -15,6 +15,7 @@ from plsc.arguments import as_integer
 from plsc.errors import UsageError
 from plsc.extensions import Registry, is_subclass
 from plsc.nearest import did_you_mean
+from plsc.sizes import parse_memory
 
 if TYPE_CHECKING:
     from plsc.head.sharded_head import ShardedHead  # which imports this module
@@ -67,6 +68,12 @@ class TableOptions:
         fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
             of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
             three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
+        exponentials_memory: bytes, or an amount such as "8GiB", in which the forward may keep a batch's exponentials
+            until the update, which then makes one product with the rows it has them for in the place of two. They take
+            a number of the table's dtype for each class of the shard and sample of the head group. Where they are
+            many, it has the first chunks' alone. Gradients differ by the rounding of that dtype. Compiled passes on a
+            CPU, passes that store no weights (:mod:`plsc.head.backends.triton_shape`), CurricularFace, sub-centres,
+            several labels, and batches that are no multiple of 8 keep none.
 
     Raises:
         UsageError: an option is out of its range.
@@ -79,6 +86,7 @@ class TableOptions:
     placement: str = "device"
     backend: str | None = None
     fp32_precision: str = "ieee"
+    exponentials_memory: int | str = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -87,10 +95,18 @@ class TableOptions:
         if self.chunk_classes is not None:
             chunk = as_integer(self.chunk_classes, "the head's chunk_classes", 1)
             object.__setattr__(self, "chunk_classes", chunk)
+        object.__setattr__(self, "exponentials_memory", exponentials_bytes(self.exponentials_memory))
         if self.update not in ("fused", "autograd"):
             raise UsageError(f'update must be "fused" or "autograd", not {self.update!r}')
         if self.placement != "device" and self.update != "fused":
             raise UsageError(f'placement {self.placement!r} leaves no gradient of the whole table: give update="fused"')
+
+
+def exponentials_bytes(amount: int | str, name: str = "the head's exponentials_memory") -> int:
+    """Bytes for exponentials, 0 where ``amount`` is "" or 0; UsageError where it is no amount."""
+    if isinstance(amount, str):
+        return parse_memory(amount, name, examples='"8GiB" or "500MB"') if amount else 0
+    return as_integer(amount, name, 0)
 
 
 # Each keyword with the group that has it, imported when the keyword is given.

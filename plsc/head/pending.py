@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plsc.errors import UsageError
+from plsc.head.backends.kept_exponentials import KeptExponentials
 from plsc.head.backends.torch_backend import Batch
 from plsc.head.class_table import ClassRows, ClassTable
 
@@ -28,7 +29,7 @@ class PendingBackward:
     ``scale`` (b,) and ``target_grad``, (b,) or (b, K) as ``labels``, are derivatives by cosines, see
     :meth:`TorchBackend.second_pass`.
     ``grad_loss`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
-    table's when the batch was seen, and ``rows`` what pass 1 saw of it.
+    table's when the batch was seen, and ``rows`` what pass 1 saw of it, ``exponentials`` what it kept.
     """
 
     batch: Batch
@@ -40,6 +41,7 @@ class PendingBackward:
     version: int
     largest_group: int
     rows: ClassRows
+    exponentials: KeptExponentials | None = None
     grad_loss: Tensor | None = None
 
     @property

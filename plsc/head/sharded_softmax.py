@@ -238,7 +238,9 @@ class ShardedSoftmax:
         if self.negatives is not None:
             batch = replace(batch, negatives=self.negatives.of_batch(local_targets, self.mesh.head))
         batch, labels, parts = form.of_passes(batch, gathered.labels)
-        partial = self.backend.first_pass(rows, batch, self.chunk_size(len(batch.position)), with_grad=differentiate)
+        partial = self.backend.first_pass(
+            rows, batch, self.chunk_size(len(batch.position)), with_grad=differentiate, keeps=training
+        )
         maximum, total, *sums = self._sum_over_shards(partial, *(form.columns(cos) if target is None else ()))
         if target is None:
             cos = form.of_columns(sums, cos)
@@ -261,6 +263,7 @@ class ShardedSoftmax:
             self.table.version,
             gathered.largest * parts,
             rows,
+            partial.exponentials,
         )
         if training:
             self.forwards += 1
@@ -428,7 +431,9 @@ class ShardedSoftmax:
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self.exchange.overlaps and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
-        return PassInputs(rows, batch, log_z, scale, target_grad, size, member)
+        kept = [p.exponentials for p in pending if p.exponentials is not None]
+        kept = kept if len(kept) == len(pending) and member is None else []  # else some visit other rows
+        return PassInputs(rows, batch, log_z, scale, target_grad, size, member, kept)
 
     def dense_gradient(self, pending: PendingBackward) -> Tensor:
         """The gradient by the whole table (rows, D), for ``update="autograd"``."""

@@ -19,6 +19,7 @@ from plsc.plan.memory import (
     chunk_rows,
     fused_tile,
     pass_shape,
+    reused_exponentials,
     row_bytes,
     row_kernel_options,
     stored_widths,
@@ -46,8 +47,8 @@ def head_traffic(run: PlanConfig, device: Device) -> HeadTraffic:
     step = _Step(run, device)
     by_shape = {"fused": _first_fused, "stored": _first_stored, "plain": _first_plain}
     first = step.micro_batches * by_shape[step.shape(1)](step)
-    second = _second(step) + _updated(step)
-    clipped = _second(step) + _gradient_norm(step) if run.clips_head else 0
+    second = _second(step) + _kept_second(step, divides=run.replicas > 1) + _updated(step)
+    clipped = _second(step) + _kept_second(step, divides=True) + _gradient_norm(step) if run.clips_head else 0
     return HeadTraffic(
         first + second + clipped + _drawn(step) + _staged(step),
         step.micro_batches * (_samples(step) + (_partial_sums(step) if step.shape(1) == "fused" else 0))
@@ -63,6 +64,7 @@ class _Step:
         self.dim, self.width, self.micro_batches = run.dim, run.weight_width, run.micro_batches
         self.batch = run.group_batch  # samples of pass 1; pass 2 has those of all micro-batches
         self.visited, self.updated = run.visited_rows, run.updated_rows  # rows of pass 1; of pass 2 and the update
+        self.reused = reused_exponentials(run, device)
         self.columns = row_bytes(run.config)  # bytes of a row, by what holds them
         self.state = sum(self.columns.values())  # a row with its norm and the optimizer's state
         self.read = self.columns["class weights"] + self.columns["1/norms"]
@@ -115,17 +117,24 @@ def _first_plain(step: _Step) -> int:
 
 def _second(step: _Step) -> int:
     """Pass 2: by kernels, or by PyTorch with its logits."""
-    gradient = step.dim * _FLOAT
+    gradient, rows = step.dim * _FLOAT, step.updated - step.reused
     if step.shape(2) == "stored":
         logits = _stored_logit(step) * step.batch * step.micro_batches
-        return step.updated * (logits + _listed_rows(step) + _FLOAT + gradient)
+        return rows * (logits + _listed_rows(step) + _FLOAT + gradient)
     if step.shape(2) == "fused":
-        return step.updated * (step.read + _NUMBER * step.is_listed + gradient)
+        return rows * (step.read + _NUMBER * step.is_listed + gradient)
     slope = 12 if step.changes_negatives else 0
     clamped = 8 if step.filter_rows else 0
     # log Z taken off, exp, times the scale, the slope; rounded; product read
     logit = _logits(step) + 8 + 8 + clamped + 8 + slope + _rounded(step) + step.width
-    return step.updated * (logit * step.batch * step.micro_batches + _plain_rows(step) + _FLOAT + gradient)
+    return rows * (logit * step.batch * step.micro_batches + _plain_rows(step) + _FLOAT + gradient)
+
+
+def _kept_second(step: _Step, *, divides: bool) -> int:
+    """Pass 2 of rows whose exponentials were kept: those are read, gradients of batches added, and maybe divided."""
+    added = 12 * (step.micro_batches - 1) + (8 if divides or step.shape(2) == "plain" else 0)
+    gradient = step.dim * (_FLOAT + added) + _FLOAT
+    return step.reused * (step.width * step.batch * step.micro_batches + gradient)
 
 
 def _updated(step: _Step) -> int:

@@ -11,12 +11,15 @@ from plsc.config import Config, DataConfig, ParallelConfig, make_margin
 from plsc.devices import Device
 from plsc.feature_config import DiskTerm
 from plsc.head.backends import HeadShape, why_no_triton_passes, why_not_fused
+from plsc.head.backends.kept_exponentials import ALIGNED, kept_classes
 from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.torch_backend import is_bounded
 from plsc.head.backends.triton_passes import scratch_bytes
 from plsc.head.backends.triton_shape import computed as stored_from
 from plsc.head.backends.triton_stored import row_options, summed_classes
 from plsc.head.backends.triton_tiles import Tile, gpu_kind, shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size
+from plsc.head.options import exponentials_bytes
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory, state_bytes
@@ -134,7 +137,7 @@ def head_memory(run: PlanConfig, device: Device) -> tuple[int, int]:
     """Bytes of a rank's resident table with its state, and the most that a step of the head takes on top of it."""
     table = row_size(run) * run.rows
     passes = [_block(run, device, passes=1), _block(run, device, passes=2) + _member(run)]
-    return table, _waiting(run) + max(passes)
+    return table, _waiting(run, device) + max(passes)
 
 
 def chunk_rows(run: PlanConfig, device: Device, *, passes: int = 2) -> int:
@@ -154,7 +157,7 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
             "backbone, update": backbone.gradients + backbone.update,
         }
     tables = run.tables  # all batches wait for pass 2, and the tables have it one after another
-    waiting, staged = sum(map(_waiting, tables)), Counter[str]()
+    waiting, staged = sum(_waiting(table, device) for table in tables), Counter[str]()
     for table in tables:
         staged.update(_staged(table, device))
     widened = max(min(table.rows, NORM_BLOCK_ROWS) for table in tables) * run.dim * 8
@@ -174,13 +177,32 @@ def _phases(run: PlanConfig, backbone: BackboneMemory, device: Device, *, has_he
     return phases
 
 
-def _waiting(run: PlanConfig) -> int:
-    """What pass 2 needs of each micro-batch: its embeddings, gathered, the rows of its filter, and sampled classes."""
+def _waiting(run: PlanConfig, device: Device) -> int:
+    """What pass 2 needs of each micro-batch: embeddings, gathered, its filter's rows, sampled classes, exponentials."""
     if run.fixed:  # there is no pass 2
         return 0
     embeddings = run.group_batch * run.dim * run.weight_width * (1 + run.filter_rows)
     sampled = 8 * run.visited_rows if run.is_sampled else 0
-    return run.micro_batches * (embeddings + sampled)
+    exponentials = _kept_exponentials(run, device) * run.group_batch * run.weight_width
+    return run.micro_batches * (embeddings + sampled + exponentials)
+
+
+def _kept_exponentials(run: PlanConfig, device: Device) -> int:
+    """Classes whose exponentials pass 1 keeps of each micro-batch for pass 2."""
+    head = run.config.head
+    memory, margin = exponentials_bytes(head.exponentials_memory), make_margin(head)
+    unusual = margin.changes_negatives or margin.separates_positives or run.filter_rows or head.centers > 1
+    if not memory or unusual or run.group_batch % ALIGNED or device.kind != "cuda":
+        return 0
+    if pass_shape(run, device, 1) == "fused" or not is_bounded(margin, run.classes):
+        return 0
+    chunk = default_chunk_size(run.group_batch, run.dim, 1, device.kind)
+    return kept_classes(memory, run.group_batch * run.weight_width, run.rows_of(1), chunk)
+
+
+def reused_exponentials(run: PlanConfig, device: Device) -> int:
+    """Classes that pass 2 takes by them: none where its micro-batches have visited different ones."""
+    return _kept_exponentials(run, device) if run.micro_batches == 1 or not run.is_sampled else 0
 
 
 def _member(run: PlanConfig) -> int:

@@ -9,7 +9,7 @@ from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
 from plsc.plan.head_traffic import head_traffic
-from plsc.plan.memory import pass_shape, row_bytes, stored_widths
+from plsc.plan.memory import pass_shape, reused_exponentials, row_bytes, stored_widths
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.table_terms import replicas_sum
 
@@ -68,13 +68,16 @@ def plan_time(run: PlanConfig, profile: BackboneProfile, device: Device, links: 
 def _products(run: PlanConfig, device: Device) -> float:
     """Two products in each pass, and one with each row of a filter: 8·B·C·D over all, shared out between the ranks.
 
-    Those around stored weights are large, and write and read them meanwhile: that is counted as traffic alone.
+    Those around stored weights are large, and write and read them meanwhile: that is counted as traffic alone. Pass 2
+    makes one of rows whose exponentials were kept.
     """
     samples, speed, seconds = run.group_batch * run.micro_batches, _product_speed(run, device), 0.0
+    kept = reused_exponentials(run, device)
     for passes, rows in ((1, run.visited_rows), (2, run.updated_rows)):
-        flops = (4 + 2 * run.filter_rows) * samples * rows * run.config.embedding_dim
+        again = kept if passes == 2 else 0
+        flops = ((4 + 2 * run.filter_rows) * rows - 2 * again) * samples * run.config.embedding_dim
         if pass_shape(run, device, passes) == "stored":
-            moved = samples * rows * sum(stored_widths(run))
+            moved = samples * (rows * sum(stored_widths(run)) - again * run.weight_width)
             seconds += max(flops / (speed * _STORED_SHARE) - moved / device.bandwidth, 0.0)
         else:
             seconds += flops / (speed * HEAD_SHARE)

@@ -197,6 +197,20 @@ SCENARIOS: dict[str, Scenario] = {
     "sampled at 0.02, accumulate 2, weights stored, 8 ranks": Scenario(
         8, 8_000_000, {"head.sample_rate": 0.02, "optim.accumulate": 2, "data.batch_size": 128}
     ),
+    "exponentials kept, 8 ranks": Scenario(8, 10_000_000, {"head.exponentials_memory": "2GiB", "data.batch_size": 128}),
+    "exponentials kept, accumulate 2, clipped, groups of 4, 8 ranks": Scenario(
+        8,
+        1_000_000,
+        {
+            "head.exponentials_memory": "4GB",
+            "head_ranks": 4,
+            "data.batch_size": 128,
+            "optim.accumulate": 2,
+            "optim.clip_norm": 5.0,
+            "optim.clip_head": True,
+        },
+        (0, 7),
+    ),
     "three centres, weights stored, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3, "data.batch_size": 128}),
     "negatives filtered, 8 ranks": Scenario(8, 1_000_000, {"negative_filter.cosine": 0.6}),
     "rows frozen, 8 ranks": Scenario(8, 1_000_000, {"frozen.rows": "0:60000"}),

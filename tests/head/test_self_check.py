@@ -32,7 +32,7 @@ class WrongSums(TorchBackend):
 
     name = "wrong"
 
-    def first_pass(self, rows, batch, chunk_size, *, with_grad):
+    def first_pass(self, rows, batch, chunk_size, *, with_grad, keeps):
         right = super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
         return PartialSoftmax(right.maximum, right.total * (1 - 1e-3), right.grad_embeddings)
 
@@ -179,7 +179,9 @@ def test_an_update_kernel_that_disagrees_is_left_out(monkeypatch, caplog, moment
 def test_kernels_are_checked_once_in_a_process(monkeypatch):
     checks = []
     whole = self_check.check_update
-    monkeypatch.setattr(self_check, "check_update", lambda *args: checks.append(args[1]) or whole(*args))
+    monkeypatch.setattr(
+        self_check, "check_update", lambda *given, **also: checks.append(given[1]) or whole(*given, **also)
+    )
     for _ in range(3):
         head = plsc.ShardedHead(64, 90, backend="cpu")
         plsc.HeadSGD(head, lr=0.1, momentum=0.9)

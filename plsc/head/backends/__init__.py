@@ -37,6 +37,7 @@ class HeadShape:
         fp32_precision: of the products over a float32 table.
         num_classes: of all ranks, which bounds the logits that kernels take; where it is not given, a billion.
         filters_negatives: whether rows are compared with rows, to leave some negatives out.
+        exponentials_memory: bytes in which pass 1 may keep a batch's exponentials.
     """
 
     device: torch.device
@@ -47,6 +48,7 @@ class HeadShape:
     fp32_precision: Fp32Precision = "ieee"
     num_classes: int = 10**9
     filters_negatives: bool = False
+    exponentials_memory: int = 0
 
     @property
     def products(self) -> str:
@@ -129,6 +131,12 @@ def agree_on_shape(backend: TorchBackend, shape: HeadShape, mesh: Mesh) -> None:
 
 def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
     """:func:`choose_backend` without a look at what the kernels compute."""
+    backend = _selected(shape, requested)
+    backend.exponentials_memory = shape.exponentials_memory
+    return backend
+
+
+def _selected(shape: HeadShape, requested: str | None) -> TorchBackend:
     requested = requested or os.environ.get("PLSC_HEAD_BACKEND") or None
     if requested not in (None, *BACKENDS):
         raise UsageError(f"head backend {requested!r} does not exist: give {', '.join(BACKENDS)}")
@@ -222,7 +230,9 @@ def _cpu(shape: HeadShape) -> CpuBackend:
 def fall_back(shape: HeadShape, reason: str) -> TorchBackend:
     """PyTorch's backend in place of kernels that are not to be used. It lacks "bf16x3", and is more exact instead."""
     known = replace(shape, fp32_precision="tf32" if shape.fp32_precision == "tf32" else "ieee")
-    return TorchBackend(reason + known.products, known.fp32_precision)
+    backend = TorchBackend(reason + known.products, known.fp32_precision)
+    backend.exponentials_memory = shape.exponentials_memory
+    return backend
 
 
 def choose_updater(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> Updater:

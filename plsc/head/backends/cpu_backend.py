@@ -28,10 +28,12 @@ class CpuBackend(TorchBackend):
         super().__init__(reason)
         self.takes_passes = with_passes
 
-    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
-        """See :meth:`TorchBackend.first_pass`. Chunks are whole blocks of the kernels."""
+    def first_pass(
+        self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool, keeps: bool = False
+    ) -> PartialSoftmax:
+        """See :meth:`TorchBackend.first_pass`. Chunks are whole blocks of the kernels, which keep no exponentials."""
         if not self._takes(batch):
-            return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
+            return super().first_pass(rows, batch, chunk_size, with_grad=with_grad, keeps=keeps)
         sums = kernels.FirstPass(kernels.PackedBatch(batch.features, batch.position), batch.margin.s, with_grad)
         for chunk in rows.chunks(kernels.whole_blocks(chunk_size)):
             sums.add(_kernel_rows(chunk), chunk.start)
@@ -41,7 +43,7 @@ class CpuBackend(TorchBackend):
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
         batch = inputs.batch
-        if not self._takes(batch) or inputs.member is not None:
+        if not self._takes(batch) or inputs.member is not None or inputs.exponentials:
             yield from super().second_pass(inputs)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)

@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from plsc.errors import UsageError, first_line
+from plsc.head.backends.kept_exponentials import ALIGNED
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.class_table import ClassRows, renew_norms
@@ -139,7 +141,9 @@ class Shard:
 
 def why_no_passes(backend: TorchBackend, shard: Shard) -> str | None:
     """The reason not to trust the passes of ``backend`` on tables such as ``shard``; None: they agree with float64."""
-    return _verdict(("passes", backend.name, shard), lambda: check_passes(backend, shard))
+    memory = backend.exponentials_memory
+    shard = replace(shard, batch=-(-shard.batch // ALIGNED) * ALIGNED) if memory else shard  # others are not kept
+    return _verdict(("passes", backend.name, memory > 0, shard), lambda: check_passes(backend, shard))
 
 
 def why_no_update(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> str | None:
@@ -147,8 +151,9 @@ def why_no_update(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> str 
     if backend.updater(kind) == backend.update:
         return None
     usual = replace(kind, rule=_terms(kind.rule))
-    key = ("update", backend.name, usual.rule, tuple(kind.state_dtypes.items()), kind.rounding, shard)
-    return _verdict(key, lambda: check_update(backend, shard, usual))
+    ways = (False, True) if backend.exponentials_memory and backend.updates_by_rows else (False,)
+    key = ("update", backend.name, usual.rule, tuple(kind.state_dtypes.items()), kind.rounding, shard, ways)
+    return _verdict(key, lambda: [each for way in ways for each in check_update(backend, shard, usual, is_by_rows=way)])
 
 
 def _verdict(key: tuple[object, ...], check: Callable[[], list[Deviation]]) -> str | None:
@@ -228,8 +233,10 @@ def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
         log_z, scale, target_grad = shard.derivatives()
         want = _reference(rows, batch, log_z, scale, target_grad)
         with _under_check(backend):
-            first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
-            pieces = backend.second_pass(PassInputs(rows, batch, log_z, scale, target_grad, shard.chunk))
+            first = backend.first_pass(rows, batch, shard.chunk, with_grad=True, keeps=True)
+            kept = [] if first.exponentials is None else [first.exponentials]
+            inputs = PassInputs(rows, batch, log_z, scale, target_grad, shard.chunk, exponentials=kept)
+            pieces = backend.second_pass(inputs)
             gradient = torch.cat([piece.clone() for _, piece in pieces])
         assert first.grad_embeddings is not None
         sum_bound, bound = shard.bounds
@@ -282,16 +289,24 @@ class _Trial:
         state = {name: RowState.over(values, None, "nearest") for name, values in tables.items()}
         return replace(self, rows=exact, state=state)
 
-    def run(self, backend: TorchBackend, gradient: Tensor) -> None:
-        """Update the visited rows by a gradient of theirs."""
+    def run(self, backend: TorchBackend, gradient: Tensor, *, is_by_rows: bool = False) -> None:
+        """Update the visited rows by a gradient of their unit rows, which the kernel may get times their 1/norms."""
         (chunk,) = self.rows.chunks(self.shard.classes)
-        updater = backend.updater(self.kind)
+        updater: Callable[..., None] = backend.updater(self.kind)
+        if is_by_rows:
+            updater, gradient = partial(updater, is_by_rows=True), gradient * chunk.inverse_norm[:, None]
         with _under_check(backend):
             updater(chunk, gradient.clone(), self.state, self.update)
 
 
-def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[Deviation]:
+def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind, *, is_by_rows: bool = False) -> list[Deviation]:
     """Compare an update of ``shard``'s rows, state and norms with the same in float64, which rounds nothing.
+
+    Args:
+        backend: whose updater is checked.
+        shard: small.
+        kind: of the update.
+        is_by_rows: by gradients as exponentials that were kept give them (``TorchBackend.updates_by_rows``).
 
     Returns:
         The errors of weights, of each table of state, and of 1/norms against the weights that were stored.
@@ -302,7 +317,7 @@ def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[
         rows, visited = trial.rows, trial.rows.row_index(0, trial.rows.num_classes)
         gradient = shard.gradient(len(rows.weight[visited]))
         exact.run(TorchBackend("reference"), gradient.double())
-        trial.run(backend, gradient)
+        trial.run(backend, gradient, is_by_rows=is_by_rows)
         found = _stored("weights", rows.weight, None, exact.rows.weight, visited)
         for name, table in trial.state.items():
             found += _stored(name.replace("_", " "), table.values, table.scale, exact.state[name].values, visited)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plsc.head.backends.kept_exponentials import KeptExponentials, KeptSecondPass
 from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
 from plsc.head.kept_rows import kept_rows
@@ -42,11 +43,13 @@ class PartialSoftmax:
 
     ``total`` (B,) float64 is Σ exp(z − maximum), ``grad_embeddings`` (B, D) is Σ exp(z − maximum)·(dz/dcos)/s·ρ·W:
     divided by Z and multiplied by s/B, it is the gradient by the unit embeddings but for the targets' share.
+    ``exponentials`` are those kept for pass 2.
     """
 
     maximum: Tensor
     total: Tensor
     grad_embeddings: Tensor | None
+    exponentials: KeptExponentials | None = None
 
 
 class Negatives(Protocol):
@@ -131,6 +134,7 @@ class PassInputs:
         target_grad: (B,) or (B, K) derivative of the loss by the targets' cosines.
         chunk_size: classes per chunk, at most about; bits do not depend on it.
         member: (selected classes, B) bool, whether the class took part in the sample's softmax; None: all did.
+        exponentials: that pass 1 kept of each of the batches, whose samples follow each other; (): none.
     """
 
     rows: ClassRows
@@ -140,6 +144,7 @@ class PassInputs:
     target_grad: Tensor
     chunk_size: int
     member: Tensor | None = None
+    exponentials: Sequence[KeptExponentials] = ()
 
 
 def is_bounded(margin: Margin, num_classes: int) -> bool:
@@ -165,19 +170,25 @@ class TorchBackend:
 
     Attributes:
         takes_passes: whether the passes are kernels, and not this class's.
+        exponentials_memory: bytes in which pass 1 may keep a batch's exponentials.
+        updates_by_rows: whether kernels that update take gradients times ρ, as ``is_by_rows``.
     """
 
     name = "torch"
     takes_passes = False
+    updates_by_rows = False
 
     def __init__(self, reason: str, fp32_precision: Fp32Precision = "ieee") -> None:
         self.reason, self._fp32_precision = reason, fp32_precision
+        self.exponentials_memory = 0
 
     def describe(self) -> str:
         """The choice and its reason in one line."""
         return f"{self.name} backend: {self.reason}"
 
-    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
+    def first_pass(
+        self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool, keeps: bool = False
+    ) -> PartialSoftmax:
         """Sum the exponentials of every class but the target.
 
         Args:
@@ -185,6 +196,7 @@ class TorchBackend:
             batch: the samples.
             chunk_size: classes per chunk, at most about; sums are grouped by it.
             with_grad: also sum the rows, for the embeddings' gradient.
+            keeps: with that, keep exponentials for pass 2, where there is memory for them.
         """
         features = batch.features
         sum_dtype = torch.promote_types(features.dtype, torch.float32)
@@ -192,6 +204,7 @@ class TorchBackend:
         maximum = features.new_full((features.shape[0],), 0.0 if bounded else _LOWEST, dtype=sum_dtype)
         total = torch.zeros_like(maximum, dtype=torch.float64)
         grad = torch.zeros_like(features, dtype=sum_dtype) if with_grad else None
+        kept = self._room(rows, batch, chunk_size) if keeps and with_grad and bounded else None
         products = ChunkProducts(features.dtype, features.device, self._fp32_precision)
         factors = batch.factors(products)
         for chunk in rows.chunks(chunk_size):
@@ -210,8 +223,15 @@ class TorchBackend:
             total += exponentials.sum(0, dtype=sum_dtype)
             if grad is not None:
                 weighted = _on_rows(exponentials, logits, rows.centers).mul_(chunk.inverse_norm[:, None])
-                grad += products.multiply("grad", products.rounded_factor(weighted).t(), weight)
-        return PartialSoftmax(maximum, total, grad)
+                rounded = products.rounded_factor(weighted)
+                if kept is not None and (room := kept.of(chunk)) is not None:
+                    room.copy_(rounded)
+                grad += products.multiply("grad", rounded.t(), weight)
+        return PartialSoftmax(maximum, total, grad, kept)
+
+    def _room(self, rows: ClassRows, batch: Batch, chunk_size: int) -> KeptExponentials | None:
+        """For exponentials of a pass without a maximum."""
+        return KeptExponentials.fitting(self.exponentials_memory, rows, batch, chunk_size)
 
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """Give each chunk with the gradient (n·K, D) by its unit rows; see :func:`backward_through_normalize`.
@@ -223,8 +243,11 @@ class TorchBackend:
         dtype = torch.promote_types(batch.features.dtype, torch.float32)
         log_z, scale, target_grad = (x.to(dtype) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
         products = ChunkProducts(batch.features.dtype, batch.features.device, self._fp32_precision)
-        factors = batch.factors(products)
+        factors, kept = batch.factors(products), KeptSecondPass(inputs, self._fp32_precision)
         for chunk in inputs.rows.chunks(products.chunk_size(inputs.chunk_size)):
+            if (gradient := kept.unit_gradient(chunk)) is not None:
+                yield chunk, gradient
+                continue
             weight = products.rows(chunk)
             logits = batch.logits(chunk, centers, weight, factors, products)
             log_probabilities = logits.z.sub_(log_z)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from plsc.head.backends import triton_passes, triton_stored
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, TorchBackend, Updater
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, StateOf, TorchBackend, Updater
 from plsc.head.backends.triton_shape import NEVER, Threshold
 from plsc.head.backends.triton_update import has_kernel, update_rows
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.update_rules import UpdateKind
+from plsc.head.update_rules import Update, UpdateKind
 
 _SMALLEST_CAPABILITY = (8, 0)  # bfloat16 matrix units
 
@@ -57,6 +57,7 @@ class TritonBackend(TorchBackend):
     """
 
     name = "triton"
+    updates_by_rows = True
 
     def __init__(
         self,
@@ -82,13 +83,21 @@ class TritonBackend(TorchBackend):
         backend.name = f"{self.name}, weights stored" if stored else self.name
         return backend
 
-    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
+    def first_pass(
+        self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool, keeps: bool = False
+    ) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`."""
         if not self._takes(batch):
-            return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
-        first_pass = triton_stored.first_pass if self._stores(batch) else triton_passes.first_pass
-        total, grad = first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
-        return PartialSoftmax(torch.zeros_like(total, dtype=torch.float32), total, grad)
+            return super().first_pass(rows, batch, chunk_size, with_grad=with_grad, keeps=keeps)
+        kept = None
+        if self._stores(batch):
+            kept = self._room(rows, batch, chunk_size) if keeps and with_grad else None
+            total, grad = triton_stored.first_pass(
+                rows, batch, chunk_size, self._precision, with_grad=with_grad, kept=kept
+            )
+        else:
+            total, grad = triton_passes.first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
+        return PartialSoftmax(torch.zeros_like(total, dtype=torch.float32), total, grad, kept)
 
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`."""
@@ -96,6 +105,14 @@ class TritonBackend(TorchBackend):
             return super().second_pass(inputs)
         second_pass = triton_stored.second_pass if self._stores(inputs.batch) else triton_passes.second_pass
         return second_pass(inputs, self._precision)
+
+    def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
+        """See :meth:`TorchBackend.update_pass`. The kernel takes gradients by rows as they are."""
+        if not inputs.exponentials or updater is not update_rows or not self._takes(inputs.batch):
+            super().update_pass(inputs, updater, state, update)
+            return
+        for chunk, gradient, is_by_rows in triton_stored.gradients(inputs, self._precision):
+            update_rows(chunk, gradient, state(chunk), update, is_by_rows=is_by_rows)
 
     def updater(self, kind: UpdateKind) -> Updater:
         """See :meth:`TorchBackend.updater`."""

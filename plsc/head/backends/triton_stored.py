@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.head.backends.kept_exponentials import ALIGNED, KeptExponentials, KeptSecondPass
 from plsc.head.backends.products import Fp32Precision, product
 from plsc.head.backends.torch_backend import Batch, PassInputs
 from plsc.head.backends.triton_tiles import device_kind, processor_count
@@ -31,14 +32,22 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": {"BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_D": 32},
 }
 _PROGRAMS = 2  # for each of the device's processors
-_ALIGNED = 8  # bfloat16 numbers: descriptors take rows that are whole 16 bytes apart
 _LOG2_E = 1 / math.log(2)
 
 
 def first_pass(
-    rows: ClassRows, batch: Batch, chunk_size: int, precision: Fp32Precision, *, with_grad: bool
+    rows: ClassRows,
+    batch: Batch,
+    chunk_size: int,
+    precision: Fp32Precision,
+    *,
+    with_grad: bool,
+    kept: KeptExponentials | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the exponentials of a table's classes, targets left out; see :func:`.triton_passes.first_pass`."""
+    """Sum the exponentials of a table's classes, targets left out; see :func:`.triton_passes.first_pass`.
+
+    Those of chunks for which ``kept`` has room are left there.
+    """
     from plsc.head.backends import triton_stored_kernels as kernels
 
     features, position = batch.features.contiguous(), batch.position.contiguous()
@@ -55,6 +64,7 @@ def first_pass(
             total=total,
             s=batch.margin.s * _LOG2_E,
             with_weights=with_grad,
+            out=None if kept is None else kept.of(chunk),
         )
         if grad is not None:
             grad += product(weights.t(), chunk.weight, precision)
@@ -63,6 +73,12 @@ def first_pass(
 
 def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with the gradient (n·K, D) float32 by its unit rows."""
+    for chunk, gradient, is_by_rows in gradients(inputs, precision):
+        yield chunk, gradient.div_(chunk.inverse_norm[:, None]) if is_by_rows else gradient
+
+
+def gradients(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor, bool]]:
+    """Give each chunk with the gradient (n·K, D) float32 by its unit rows, or (True) with that times their 1/norms."""
     from plsc.head.backends import triton_stored_kernels as kernels
 
     batch, rows = inputs.batch, inputs.rows
@@ -70,8 +86,12 @@ def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[
     by_sample = inputs.log_z.double() * _LOG2_E, inputs.scale, inputs.target_grad
     log_z, scale, target_grad = (values.float().contiguous() for values in by_sample)
     member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
-    scratch = _Scratch(rows, min(inputs.chunk_size, rows.num_classes), features, precision)
+    kept, scratch = KeptSecondPass(inputs, precision), None
     for chunk in rows.chunks(inputs.chunk_size):
+        if (gradient := kept.gradient(chunk)) is not None:
+            yield chunk, gradient, True
+            continue
+        scratch = scratch or _Scratch(rows, min(inputs.chunk_size, rows.num_classes), features, precision)
         weights = scratch.fill(
             chunk,
             kernels.probabilities if scratch.options is None else kernels.row_probabilities,
@@ -82,7 +102,7 @@ def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[
             member=member,
             s=batch.margin.s * _LOG2_E,
         )
-        yield chunk, product(weights, features, precision)
+        yield chunk, product(weights, features, precision), False
 
 
 def row_options(kind: str, dtype: torch.dtype, dim: int, centers: int) -> dict[str, Any] | None:
@@ -92,7 +112,7 @@ def row_options(kind: str, dtype: torch.dtype, dim: int, centers: int) -> dict[s
         kind: of the GPU, by :func:`.triton_tiles.gpu_kind`; "cpu" where kernels are interpreted.
         dtype, dim, centers: of the table.
     """
-    if kind not in _BLOCKS or dtype != torch.bfloat16 or centers > 1 or dim % _ALIGNED:
+    if kind not in _BLOCKS or dtype != torch.bfloat16 or centers > 1 or dim % ALIGNED:
         return None
     return {**_BLOCKS[kind], "WIDEN": kind == "cpu", "enable_fp_fusion": True}
 
@@ -113,7 +133,7 @@ class _Scratch:
         weight, size, device = rows.weight, len(features), features.device
         self.options = row_options(device_kind(device), weight.dtype, weight.shape[1], rows.centers)
         self._features, self._precision, count = features, precision, classes * rows.centers
-        apart = size if self.options is None else -(-size // _ALIGNED) * _ALIGNED
+        apart = size if self.options is None else -(-size // ALIGNED) * ALIGNED
         self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
         if self.options is None:
             self._scores = torch.empty(count, size, device=device, dtype=torch.float32)
@@ -123,13 +143,22 @@ class _Scratch:
                 _described(self._weights, self.options, "BLOCK_N", "BLOCK_B"),
             ]
 
-    def fill(self, chunk: Chunk, kernel: Any, *, with_weights: bool = True, **arguments: Any) -> Tensor:
-        """Launch ``kernel``, which makes the weights (n·K, B) of a chunk's rows that are returned."""
-        weights, count = self._weights[: len(chunk.weight)], chunk.stop - chunk.start
+    def fill(
+        self, chunk: Chunk, kernel: Any, *, with_weights: bool = True, out: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
+        """Launch ``kernel``, which makes the weights (n·K, B) of a chunk's rows that are returned: in ``out``, or here.
+
+        ``out`` has rows as far apart as the scratch has.
+        """
+        weights, count = self._weights[: len(chunk.weight)] if out is None else out, chunk.stop - chunk.start
         arguments |= {"inverse_norm": chunk.inverse_norm, "start": chunk.start, "n": count}
         with torch.cuda.device_of(weights):
             if self.options is not None:
-                self._launch_on_rows(kernel, chunk.weight, with_weights, arguments, self.options)
+                features, described = self._described
+                if out is not None:
+                    described = _described(out, self.options, "BLOCK_N", "BLOCK_B")
+                arguments |= {"features": features, "weights": described if with_weights else None}
+                self._launch_on_rows(kernel, chunk.weight, arguments, self.options)
             else:
                 scores = self._scores[: len(weights)]
                 product(chunk.weight, self._features.t(), self._precision, out=scores)
@@ -137,17 +166,13 @@ class _Scratch:
                 _launch_on_scores(kernel, scores, arguments, launch_options(chunk.table.centers))
         return weights
 
-    def _launch_on_rows(
-        self, kernel: Any, weight: Tensor, with_weights: bool, arguments: dict[str, Any], options: dict[str, Any]
-    ) -> None:
+    def _launch_on_rows(self, kernel: Any, weight: Tensor, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         """Run a kernel over a chunk's rows and all samples, by as many programs as run at a time."""
-        (features, weights), (size, dim) = self._described, self._features.shape
+        size, dim = self._features.shape
         blocks = -(-len(weight) // options["BLOCK_N"]) * -(-size // options["BLOCK_B"])
         kernel[(min(blocks, _PROGRAMS * processor_count(weight.device)),)](
             **arguments,
             rows=_described(weight, options, "BLOCK_N", "BLOCK_D"),
-            features=features,
-            weights=weights if with_weights else None,
             batch=size,
             dim=dim,
             **options,

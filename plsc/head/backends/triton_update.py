@@ -24,7 +24,9 @@ def has_kernel(kind: UpdateKind, dim: int) -> bool:
     return isinstance(kind.rule, _RULES) and dim <= _WIDEST and kind.has_state_in(_STATE_DTYPES)
 
 
-def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+def update_rows(
+    chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update, *, is_by_rows: bool = False
+) -> None:
     """Update a chunk's rows and state by a rule, with g = factor·ρ(u − Ŵ⟨u, Ŵ⟩); then their norms: ρ = 1/‖W‖.
 
     Norms are those of what was stored. Rounding takes the bits of :func:`plsc.head.low_precision.random_bits`.
@@ -34,6 +36,7 @@ def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowStat
         unit_gradient: u, (n, D) float32, the gradient by the rows divided by their norms.
         state: the rule's tables, changed in place; SGD without momentum has none.
         update: a step of SGD or AdamW.
+        is_by_rows: what is given is ρ·u.
     """
     weight, index = chunk.table.weight, chunk.index
     n, dim = unit_gradient.shape
@@ -55,6 +58,7 @@ def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowStat
             dim=dim,
             BLOCK_N=rows,
             BLOCK_D=width,
+            BY_ROWS=is_by_rows,
             num_warps=4,
             enable_fp_fusion=True,
             **rule_arguments(update, state),

@@ -121,10 +121,14 @@ def store_weight(
 
 
 @triton.jit
-def through_norm(gradient, w, rho):
-    """The gradient by whole rows, of that by the unit rows: ρ(g − Ŵ⟨g, Ŵ⟩). ``rho`` are the rows' 1/norms."""
+def through_norm(gradient, w, rho, BY_ROWS: tl.constexpr):
+    """The gradient by whole rows, of that by the unit rows: ρ(g − Ŵ⟨g, Ŵ⟩). ``rho`` are the rows' 1/norms.
+
+    BY_ROWS: ``gradient`` is ρg.
+    """
     unit = w * rho[:, None]
-    return (gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]) * rho[:, None]
+    across = gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]
+    return across if BY_ROWS else across * rho[:, None]
 
 
 @triton.jit
@@ -137,7 +141,7 @@ def adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2,
 
 
 @triton.jit
-def update_tile(gradient, w, table, state, places, step, dim, BLOCK_N, RULE, STOCHASTIC):
+def update_tile(gradient, w, table, state, places, step, dim, BLOCK_N, RULE, STOCHASTIC, BY_ROWS):
     """Update a tile of whole rows in the table, with their moments and norms.
 
     Args:
@@ -155,7 +159,7 @@ def update_tile(gradient, w, table, state, places, step, dim, BLOCK_N, RULE, STO
     inside = held[:, None] & (columns < dim)[None, :]
     offset = rows[:, None] * dim + columns[None, :]
     bits = random_bits(numbers, columns, key)
-    g = through_norm(gradient, w, tl.load(inverse_norm + rows, mask=held, other=0.0)) * factor
+    g = through_norm(gradient, w, tl.load(inverse_norm + rows, mask=held, other=0.0), BY_ROWS) * factor
     if RULE == "adamw":
         first = load_state(first_moment, first_scale, rows, offset, held, inside)
         second = load_state(second_moment, second_scale, rows, offset, held, inside)
@@ -222,10 +226,14 @@ def update_rows(
     dim: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BY_ROWS: tl.constexpr,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Update n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global."""
+    """Update n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global.
+
+    BY_ROWS: by the unit rows, times their 1/norms.
+    """
     columns = tl.arange(0, BLOCK_D)
     position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
     tile_gradient = _load_tile(gradient, position, columns, held, dim)
@@ -233,4 +241,5 @@ def update_rows(
     step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
     places = (rows, columns, held, global_numbers)
     w = _load_tile(weight, rows, columns, held, dim)
-    update_tile(tile_gradient, w, (weight, inverse_norm), state, places, step, dim, BLOCK_N, RULE, STOCHASTIC)
+    table = weight, inverse_norm
+    update_tile(tile_gradient, w, table, state, places, step, dim, BLOCK_N, RULE, STOCHASTIC, BY_ROWS)
