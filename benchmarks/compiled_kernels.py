@@ -26,7 +26,7 @@ import torch
 
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import SUMMED_CLASSES
-from plsc.head.backends.triton_stored import launch_options, row_options
+from plsc.head.backends.triton_stored import has_wide_blocks, launch_options, row_options
 from plsc.head.backends.triton_tiles import Pass, Tile, gpu_kind, shipped_tile
 from plsc.index.triton_scan import block_options, pair_options
 
@@ -34,6 +34,7 @@ TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
 PASSES = ("first_pass", "gradient_pass")
 STORED = ("exponentials", "probabilities")  # between products of PyTorch's
 ROWS = ("row_exponentials", "row_probabilities")  # which make the first of them
+WIDE = tuple(f"{kernel} wide" for kernel in ROWS)  # in blocks of more samples
 SEARCHES = {"group_maxima": 1000, "group_maxima of one": 1, "group_scores": 1000}  # with so many queries
 _CODED = "i8"  # dtype of codes
 # A rule is compiled into a kernel: the kernel, and what it is compiled for.
@@ -41,6 +42,7 @@ _NO_SECOND = dict.fromkeys(("second_moment", "second_scale", "beta2", "rate2", "
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
     "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
+    "sgd_rows kept": ("update_rows", {"RULE": "sgd", "BY_ROWS": True, **_NO_SECOND}),  # by kept exponentials
 }
 _MOST = {"bf16": 1.0, "i8": 1.0, "fp32": 2.5}  # factor: bf16x3 without duplicates spills registers
 _LABEL = re.compile(r"^(\$L__BB\w+):")
@@ -202,7 +204,10 @@ class Variant:
     def row_options(self) -> dict[str, Any] | None:
         """Constants and options of the kernels that multiply rows; None: they do not run there."""
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        return row_options(gpu_kind(self.gpu.capability, self.gpu.shared), dtype, self.dim, self.centers)
+        kind = gpu_kind(self.gpu.capability, self.gpu.shared)
+        if self.kernel in WIDE and not has_wide_blocks(kind, dtype, self.dim, self.centers):
+            return None
+        return row_options(kind, dtype, self.dim, self.centers, is_wide=self.kernel in WIDE)
 
     @property
     def search_options(self) -> dict[str, Any]:
@@ -241,12 +246,12 @@ def variants() -> Iterator[Variant]:
             yield from (replace(main, dim=dim) for dim in (96, 256, 512, 768) if _has_tile(gpu, dim))
             yield from (replace(main, listed=True), replace(main, centers=3), replace(main, centers=3, listed=True))
             yield replace(main, dtype="fp32", precision="bf16x3")
-        for kernel in ("sgd_rows", "adamw_rows"):
+        for kernel in RULES:
             yield Variant(kernel, gpu)
             yield Variant(kernel, gpu, listed=True)
         for kernel in STORED:
             yield from (Variant(kernel, gpu), Variant(kernel, gpu, centers=8), Variant(kernel, gpu, "fp32"))
-        yield from (Variant(kernel, gpu) for kernel in ROWS if Variant(kernel, gpu).row_options is not None)
+        yield from (Variant(kernel, gpu) for kernel in ROWS + WIDE if Variant(kernel, gpu).row_options is not None)
         for kernel in SEARCHES:
             yield from (Variant(kernel, gpu), Variant(kernel, gpu, _CODED))
         yield Variant("group_scores", gpu, "fp32")
@@ -265,7 +270,7 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
 
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
     module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
-    module = triton_stored_kernels if variant.kernel in STORED + ROWS else module
+    module = triton_stored_kernels if variant.kernel in STORED + ROWS + WIDE else module
     module = triton_scan_kernels if variant.kernel in SEARCHES else module
     options, constants = _constants(variant, tile)
     name, of_rule = RULES.get(variant.kernel, (variant.kernel.split()[0], {}))
@@ -295,7 +300,7 @@ def _factor(variant: Variant, tile: Tile | None, found: Products) -> float:
         block = variant.search_options
         digits = 2 if variant.dtype == _CODED else 1
         return found.factor(block["num_warps"], digits * block["BLOCK_N"] * block["BLOCK_Q"] * block["BLOCK_D"])
-    if variant.kernel in ROWS:
+    if variant.kernel in ROWS + WIDE:
         block = variant.row_options or {}
         return found.factor(block["num_warps"], block["BLOCK_N"] * block["BLOCK_B"] * block["BLOCK_D"])
     return 0.0 if tile is None else found.factor(tile.warps, _needed(variant, tile))
@@ -311,7 +316,7 @@ def _named(variant: Variant, tile: Tile | None) -> str:
     if variant.kernel.startswith("group_maxima"):
         block = variant.search_options
         return f"{block['BLOCK_Q']}x{block['BLOCK_N']}x{block['BLOCK_D']} s{block['num_stages']} w{block['num_warps']}"
-    if variant.kernel in ROWS:
+    if variant.kernel in ROWS + WIDE:
         block = variant.row_options or {}
         return f"{block['BLOCK_B']}x{block['BLOCK_N']}x{block['BLOCK_D']} s{block['num_stages']} w{block['num_warps']}"
     if tile is None:
@@ -371,9 +376,9 @@ def assemble(built: Any, gpu: Gpu) -> tuple[int, int]:
 
 def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The compiler's options, and the values of arguments that a kernel is compiled for."""
-    common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False, "LABELS": 1}
+    common: dict[str, Any] = {"dim": variant.dim, "STOCHASTIC": True, "BY_ROWS": False, "WIDEN": False, "LABELS": 1}
     common |= {} if variant.listed else {"index": None, "row_numbers": None}
-    if variant.kernel in ROWS:
+    if variant.kernel in ROWS + WIDE:
         options = dict(variant.row_options or {})
         blocks = {name: options.pop(name) for name in ("BLOCK_B", "BLOCK_N", "BLOCK_D", "WIDEN")}
         return options, {"dim": variant.dim, "member": None, **blocks}

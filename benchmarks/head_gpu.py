@@ -5,7 +5,8 @@
 
 needs torch with triton, numpy and this project. In one run it measures the floor (a bfloat16 product and a copy), runs
 the checks of head_gpu_checks.py, times variants of each part in turn on 2 million classes, and whole training steps of
-the head (exact, bfloat16 + int8) at 50 million classes with B = 512 and 10 million with B = 1024, as far as they fit.
+the head (exact, bfloat16 + int8) at 50 million classes with B = 512 and 10 million with B = 1024, as far as they fit:
+also with exponentials kept in the memory that is left.
 It prints a table and adds rows to benchmarks/results/head_gpu.csv. Shares are of the product rate measured in the same
 run, over a step's four products: 8·B·C·D. What no time is left for is said and left out.
 """
@@ -63,7 +64,7 @@ class Sizes:
 
 FULL = Sizes(
     512,
-    (2_000_000, 512),
+    (2_000_000, 1024),
     ((50_000_000, 512), (50_000_000, 1024), (50_000_000, 2048), (10_000_000, 1024)),
     (8192, 16384, 65536, 131072),
     8192,
@@ -190,7 +191,7 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
     x, y = checks.some_batch(clock.device, classes, dim, batch)
     features = torch.nn.functional.normalize(x).bfloat16()
     given = Batch(features, y, torch.zeros(batch, device=clock.device), head.margin, {})
-    time_steps(clock, sizes, table, optimizer, partial(training_step, head, optimizer, x, y))
+    time_steps(clock, sizes, table, head, optimizer, partial(training_step, head, optimizer, x, y))
     time_updates(clock, sizes, table, head, optimizer)
     for chunk in sizes.chunks:
         for part, work in passes_over(head.backend, head.softmax.table.rows(None), given, chunk).items():
@@ -202,13 +203,18 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
                 table.add(part, name, (classes, batch), dim, spent, products=2)
 
 
-def time_steps(clock: Clock, sizes: Sizes, table: Table, optimizer: Any, step: Callable[[], float]) -> None:
-    """Whole steps without kernels, with fused passes, and with weights stored."""
+def time_steps(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer: Any, step: Callable[[], float]) -> None:
+    """Whole steps without kernels, fused, and with weights stored: in wide blocks, kept, in other chunks."""
     ways: dict[str, Way] = {
         "torch": partial(checks.plain_path, optimizer),
         "kernels, fused": partial(checks.in_shape, stored=False),
-        "kernels, weights stored": partial(checks.in_shape, stored=True),
     }
+    classes, batch = sizes.variants
+    for name, is_wide in (("weights stored", False), ("weights stored in wide blocks", True)):
+        for memory in (0, 2 * classes * batch):
+            for chunk in (None, *sizes.chunks):
+                label = name + ", exponentials kept" * (memory > 0) + (f", chunk {chunk}" if chunk else "")
+                ways[label] = partial(_stored_with, head, is_wide, memory, chunk)
     works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("step", name, sizes.variants, sizes.dim, spent, products=4)
@@ -242,6 +248,17 @@ def ways_of_a_pass() -> dict[str, Way]:
     for tile in TILES:
         ways[f"tile {_named(tile)}"] = partial(_fused_with, tile)
     return ways
+
+
+@contextmanager
+def _stored_with(head: Any, is_wide: bool, memory: int, chunk: int | None) -> Iterator[None]:
+    """Store weights, and keep exponentials in so many bytes; ``chunk`` classes at a time, unless it is None."""
+    with (
+        checks.in_shape(stored=True, is_wide=is_wide),
+        patch.object(head.backend, "exponentials_memory", memory),
+        patch.object(head.softmax, "chunk_classes", chunk),
+    ):
+        yield
 
 
 @contextmanager
@@ -308,12 +325,22 @@ def time_whole_step(clock: Clock, classes: int, batches: list[int], dim: int, ta
     print(f"made {classes:,} classes in {time.monotonic() - start:.1f} s; {head.backend.describe()}", flush=True)
     for batch in batches:
         x, y = checks.some_batch(clock.device, classes, dim, batch)
-        peak = Peak(clock.device)
-        spent = in_turn(clock, {"step": partial(training_step, head, optimizer, x, y)}, ROUNDS).get("step")
-        if spent:
-            variant = f"exact, bf16 + int8, chunk {head.softmax.chunk_size(batch)}"
-            table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
+        for memory in (0, _memory_left(clock.device)):
+            head.backend.exponentials_memory, peak = memory, Peak(clock.device)
+            spent = in_turn(clock, {"step": partial(training_step, head, optimizer, x, y)}, ROUNDS).get("step")
+            if spent:
+                variant = f"exact, bf16 + int8, chunk {head.softmax.chunk_size(batch)}"
+                variant += f", {memory / 2**30:.0f} GiB for exponentials" * (memory > 0)
+                table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
     print(f"  state {STATE_BYTES * classes / 2**30:.2f} GiB; mean norm {head.mean_norm():.3f}")
+
+
+def _memory_left(device: torch.device) -> int:
+    """Bytes for exponentials, of which the scratch of a step is left out."""
+    if device.type == "cpu":
+        return 1 << 12
+    torch.cuda.empty_cache()
+    return max(torch.cuda.mem_get_info(device)[0] - (4 << 30), 0)
 
 
 class Peak:

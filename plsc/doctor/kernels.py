@@ -24,6 +24,8 @@ from plsc.head.backends.self_check import (
     on_one_thread,
 )
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
+from plsc.head.backends.triton_stored import WIDE_SAMPLES, has_wide_blocks
+from plsc.head.backends.triton_tiles import device_kind
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
 from plsc.index import faiss_gpu
@@ -194,6 +196,12 @@ def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tup
     yield "passes", partial(check_passes, backend, shard)
     if isinstance(backend, TritonBackend) and backend.takes_passes and shape.row_kind.can_be_stored:
         yield "passes, weights stored", partial(check_passes, backend.in_shape(stored=True), shard)
+        if has_wide_blocks(device_kind(shard.device), shard.dtype, shard.dim, shard.centers):
+            wide = backend.in_shape(stored=True, is_wide=True)
+            yield (
+                "passes, weights stored in wide blocks",
+                partial(check_passes, wide, replace(shard, batch=WIDE_SAMPLES)),
+            )
         keeping = backend.in_shape(stored=True)
         keeping.exponentials_memory = _EXPONENTIALS
         if shard.centers == 1:

@@ -17,6 +17,7 @@ from plsc.head.backends import (
     choose_backend,
     triton_backend,
     triton_passes,
+    triton_stored,
     why_no_triton_passes,
     why_not_fused,
 )
@@ -57,7 +58,7 @@ def problem(
 def by_kernels(given: dict, tile: str = "straight", chunk: int = 32, precision: str = "ieee") -> tuple:
     """Sums, pull and gradient."""
     backend = TritonBackend("tested", dim=given["rows"].weight.shape[1], with_passes=True, fp32_precision=precision)
-    backend = backend.in_shape(stored=tile == "stored")
+    backend = backend.in_shape(stored=tile in ("stored", "wide"), is_wide=tile == "wide")
     rows, batch = given["rows"], given["batch"]
     with force_tile(TILES.get(tile, TILES["straight"])):
         partial = backend.first_pass(rows, batch, chunk, with_grad=True)
@@ -159,6 +160,22 @@ def test_rounding_to_tf32_has_no_bias(interpreter):
 def test_stored_logits_take_rows_of_any_width_and_many_chunks(interpreter, dtype, options):
     given = problem(300, 131, 40, dtype, **options)
     check(interpreter(by_kernels, given, "stored", 290), given, GRADIENTS[dtype])
+
+
+def in_wide_blocks(given: dict) -> tuple:
+    """:func:`by_kernels` with wide blocks, and whether the passes took them."""
+    with patch.object(triton_stored, "row_options", wraps=triton_stored.row_options) as chosen:
+        got, calls = by_kernels(given, "wide"), chosen.call_args_list
+    return got, [call.kwargs["is_wide"] for call in calls if "is_wide" in call.kwargs]
+
+
+@pytest.mark.parametrize(("batch", "fills"), [(64, True), (61, True), (33, False)])
+def test_wide_blocks_of_samples_that_fill_them(interpreter, batch, fills):
+    """A few of their places may stay empty, not a half."""
+    given = problem(70, batch, 48, torch.bfloat16, mask=True)
+    got, taken = interpreter(in_wide_blocks, given)
+    assert taken == [fills] * 2  # by both passes
+    check(got, given, GRADIENTS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("tile", ["straight", "stored"])

@@ -104,45 +104,50 @@ def gpu(tmp_path, monkeypatch):
 
 
 def test_a_measurement_is_made_once_and_kept(gpu, tmp_path):
-    both, cpu = (backend(), backend()), torch.device("cpu")
+    both, cpu = (backend(), (backend(), backend())), torch.device("cpu")
     small = replace(BF16, dim=32)
-    assert triton_shape.measured(cpu, small, *both) == Threshold(512, "measured")
-    assert gpu == [128, 128, 256, 256, 512, 512]
+    assert triton_shape.measured(cpu, small, *both) == Threshold(512, "measured", is_wide=True)
+    assert gpu == [128, 128, 256, 256, 512, 512, 1024, 1024]
     triton_shape._found.clear()  # another process
-    assert triton_shape.measured(cpu, small, *both) == Threshold(512, "measured")
-    assert len(gpu) == 6
+    assert triton_shape.measured(cpu, small, *both) == Threshold(512, "measured", is_wide=True)
+    assert len(gpu) == 8
     file = tmp_path / "plsc" / "head-shapes-H1.json"
-    assert json.loads(file.read_text()) == {str(small): 512}
+    assert json.loads(file.read_text()) == {str(small): [512, True]}
     triton_shape.measured(cpu, replace(small, centers=2), *both)
+    assert gpu[8:] == [128, 128, 256, 256, 512, 512]  # no kernel multiplies such rows
     assert len(json.loads(file.read_text())) == 2
 
 
-def steps_that_are_timed(dtype: torch.dtype) -> tuple[int, int]:
-    """The threshold where stored weights are slower, and how many steps were taken."""
-    kind, taken, both = RowKind(dtype, 32, 2, "ieee"), [], TritonBackend("tested", dim=32, with_passes=True)
+def steps_that_are_timed(dtype: torch.dtype, centers: int, later: float) -> tuple[int, bool, int]:
+    """What is found where each step takes ``later`` more than the one before, and how many steps were taken."""
+    kind, taken, both = RowKind(dtype, 32, centers, "ieee"), [], TritonBackend("tested", dim=32, with_passes=True)
     with (
-        patch.multiple(triton_shape, _MEASURED_CLASSES=64, _MEASURED_BATCHES=(32,)),
-        patch.object(triton_shape, "_milliseconds", lambda run: taken.append(run()) or float(len(taken))),
+        patch.multiple(triton_shape, _MEASURED_CLASSES=64, _MEASURED_BATCHES=(32,), _WIDE_BATCH=64),
+        patch.object(triton_shape, "_milliseconds", lambda run: taken.append(run()) or later * len(taken)),
     ):
         cpu = torch.device("cpu")
-        samples = triton_shape.measure(cpu, kind, both.in_shape(stored=False), both.in_shape(stored=True))
-    return samples, len(taken)
+        shapes = both.in_shape(stored=False), both.in_shape(stored=True), both.in_shape(stored=True, is_wide=True)
+        found = triton_shape.measure(cpu, kind, *shapes)
+    return *found, len(taken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_both_shapes_are_timed(interpreter, dtype):
-    assert interpreter(steps_that_are_timed, dtype) == (NEVER, 2)
+    assert interpreter(steps_that_are_timed, dtype, 2, later=1.0) == (NEVER, False, 2)
+    assert interpreter(steps_that_are_timed, dtype, 1, later=-1.0) == (
+        (32, True, 4) if dtype == torch.bfloat16 else (32, False, 2)
+    )
 
 
 def test_a_damaged_file_of_measurements_is_made_anew(gpu, tmp_path):
     file = tmp_path / "plsc" / "head-shapes-H1.json"
     file.parent.mkdir(mode=0o700)
-    for damaged in ("[1, 2", "[1, 2]", "3"):
+    small = replace(BF16, dim=32)
+    for damaged in ("[1, 2", "[1, 2]", "3", json.dumps({str(small): 512}), json.dumps({str(small): [512, 1]})):
         file.write_text(damaged)
         triton_shape._found.clear()
-        small = replace(BF16, dim=32)
-        assert triton_shape.measured(torch.device("cpu"), small, backend(), backend()).samples == 512
-        assert json.loads(file.read_text()) == {str(small): 512}
+        assert triton_shape.measured(torch.device("cpu"), small, backend(), (backend(), backend())).samples == 512
+        assert json.loads(file.read_text()) == {str(small): [512, True]}
 
 
 def agreed(mesh: Mesh, sources: list[str]) -> list:
@@ -180,6 +185,24 @@ def test_a_head_that_cannot_be_timed_takes_what_is_computed(monkeypatch, caplog)
         agree_on_shape(mine, ON_GPU, Mesh(0, 1, 0, torch.device("cpu")))
     assert mine.stored_from == Threshold(768, COMPUTED)
     assert "could not be timed (OutOfMemoryError: no memory): weights stored from 768 samples on" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_wide_blocks_are_checked_before_they_are_used(monkeypatch, caplog, error):
+    def check(checked: TorchBackend, shard: Shard) -> list[Deviation]:
+        return [Deviation("sums", error if "wide" in checked.name and shard.batch == 256 else 0.0, 0.1)]
+
+    monkeypatch.setattr(self_check, "check_passes", check)
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setattr(backends, "measured", lambda *_: Threshold(640, "measured", is_wide=True))
+    mine = backend(Threshold(768, COMPUTED))
+    with caplog.at_level(logging.WARNING, "plsc"):
+        agree_on_shape(mine, ON_GPU, Mesh(0, 1, 0, torch.device("cpu")))
+    assert mine.stored_from == Threshold(640, "measured", is_wide=error == 0)
+    assert [
+        line.endswith("wide blocks of the passes disagree with float64 here: sums 1 (bound 0.1)")
+        for line in caplog.messages
+    ] == [True] * int(error)
 
 
 def test_passes_with_stored_logits_that_disagree_with_float64_are_not_used(monkeypatch, caplog):

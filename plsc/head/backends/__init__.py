@@ -11,7 +11,8 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
-from plsc.head.backends.triton_shape import COMPUTED, RowKind, measured, threshold
+from plsc.head.backends.triton_shape import COMPUTED, RowKind, Threshold, measured, threshold
+from plsc.head.backends.triton_stored import WIDE_SAMPLES
 from plsc.head.backends.triton_tiles import why_no_tile, why_no_tile_on
 from plsc.head.update_rules import UpdateKind
 from plsc.losses.margins import Margin
@@ -117,9 +118,9 @@ def agree_on_shape(backend: TorchBackend, shape: HeadShape, mesh: Mesh) -> None:
         return
     found = backend.stored_from if isinstance(backend, TritonBackend) else None
     if mesh.is_main and isinstance(backend, TritonBackend) and found is not None and found.source == COMPUTED:
-        shapes = backend.in_shape(stored=False), backend.in_shape(stored=True)
+        stored = backend.in_shape(stored=True), backend.in_shape(stored=True, is_wide=True)
         try:
-            found = measured(shape.device, shape.row_kind, *shapes)
+            found = measured(shape.device, shape.row_kind, backend.in_shape(stored=False), stored)
         except Exception as error:  # of memory, a compiler or a driver: what is computed will do
             why = f"{type(error).__name__}: {first_line(error)}"
             warn("plsc", f"the shapes of the head's passes could not be timed ({why}): {found}")
@@ -127,6 +128,17 @@ def agree_on_shape(backend: TorchBackend, shape: HeadShape, mesh: Mesh) -> None:
     found = broadcast_object(found, mesh)
     if isinstance(backend, TritonBackend) and backend.stored_from is not None and found is not None:
         backend.stored_from = found
+        if found.is_wide:
+            _check_wide(backend, found, shape)
+
+
+def _check_wide(backend: TritonBackend, found: Threshold, shape: HeadShape) -> None:
+    """Let passes whose kernels disagree with float64 in wide blocks take the others."""
+    shard = Shard(shape.device, shape.dtype, shape.dim, batch=WIDE_SAMPLES)
+    problem = why_no_passes(backend.in_shape(stored=True, is_wide=True), shard)
+    if problem is not None:
+        warn("plsc", f"KERNELS SWITCHED OFF: wide blocks of the passes disagree with float64 here: {problem}")
+        backend.stored_from = replace(found, is_wide=False)
 
 
 def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:

@@ -76,11 +76,15 @@ class TritonBackend(TorchBackend):
         """See :meth:`TorchBackend.describe`."""
         return super().describe() + (f"; {self.stored_from}" if self.stored_from is not None else "")
 
-    def in_shape(self, *, stored: bool) -> "TritonBackend":
-        """Return a backend that stores logits of every batch, or of none; its name says so."""
+    def in_shape(self, *, stored: bool, is_wide: bool = False) -> "TritonBackend":
+        """Return a backend that stores logits of every batch, or of none; its name says so.
+
+        ``is_wide``: it makes them in wide blocks of samples (:func:`.triton_stored.row_options`).
+        """
         backend = copy(self)
-        backend.stored_from = Threshold(0 if stored else NEVER, "asked for")
-        backend.name = f"{self.name}, weights stored" if stored else self.name
+        backend.stored_from = Threshold(0 if stored else NEVER, "asked for", is_wide)
+        shape = ", weights stored" + ", in wide blocks" * is_wide
+        backend.name = f"{self.name}{shape}" if stored else self.name
         return backend
 
     def first_pass(
@@ -93,7 +97,7 @@ class TritonBackend(TorchBackend):
         if self._stores(batch):
             kept = self._room(rows, batch, chunk_size) if keeps and with_grad else None
             total, grad = triton_stored.first_pass(
-                rows, batch, chunk_size, self._precision, with_grad=with_grad, kept=kept
+                rows, batch, chunk_size, self._precision, with_grad=with_grad, kept=kept, is_wide=self._is_wide
             )
         else:
             total, grad = triton_passes.first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
@@ -103,15 +107,16 @@ class TritonBackend(TorchBackend):
         """See :meth:`TorchBackend.second_pass`."""
         if not self._takes(inputs.batch):
             return super().second_pass(inputs)
-        second_pass = triton_stored.second_pass if self._stores(inputs.batch) else triton_passes.second_pass
-        return second_pass(inputs, self._precision)
+        if self._stores(inputs.batch):
+            return triton_stored.second_pass(inputs, self._precision, is_wide=self._is_wide)
+        return triton_passes.second_pass(inputs, self._precision)
 
     def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
         """See :meth:`TorchBackend.update_pass`. The kernel takes gradients by rows as they are."""
         if not inputs.exponentials or updater is not update_rows or not self._takes(inputs.batch):
             super().update_pass(inputs, updater, state, update)
             return
-        for chunk, gradient, is_by_rows in triton_stored.gradients(inputs, self._precision):
+        for chunk, gradient, is_by_rows in triton_stored.gradients(inputs, self._precision, is_wide=self._is_wide):
             update_rows(chunk, gradient, state(chunk), update, is_by_rows=is_by_rows)
 
     def updater(self, kind: UpdateKind) -> Updater:
@@ -130,3 +135,8 @@ class TritonBackend(TorchBackend):
         """Whether weights are stored, whose kernels take one label a sample."""
         is_large = self.stored_from is not None and len(batch.features) >= self.stored_from.samples
         return is_large and batch.position.dim() == 1
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether weights are made in wide blocks."""
+        return self.stored_from is not None and self.stored_from.is_wide

@@ -28,8 +28,8 @@ from plsc.files import write_json
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import plain_arithmetic
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
-from plsc.head.backends.triton_stored import row_options
-from plsc.head.backends.triton_tiles import MOST_CENTERS, Tile, gpu_kind, gpu_properties, shipped_tile
+from plsc.head.backends.triton_stored import has_wide_blocks, row_options
+from plsc.head.backends.triton_tiles import MOST_CENTERS, Tile, device_kind, gpu_kind, gpu_properties, shipped_tile
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows, default_chunk_size
 from plsc.head.low_precision import RowState
@@ -45,7 +45,8 @@ LARGE_SHARE = 0.7  # of the sheet's products per second, that large products rea
 _ROW_SHARE = 0.55  # likewise, of both products of a pass where a kernel multiplies rows: measured on an H100
 _EPILOGUE = 16  # instructions for each logit of a fused pass, beside which its products stand still
 _MEASURED_CLASSES, _MEASURED_BATCHES, _ROUNDS = 1 << 19, (128, 256, 512, 1024, 2048, 4096), 3
-_found: dict[tuple[str, str], int] = {}  # what this process measured or read, by file and key
+_WIDE_BATCH = 1024  # samples at which blocks are compared
+_found: dict[tuple[str, str], tuple[int, bool]] = {}  # what this process measured or read, by file and key
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,20 @@ class RowKind:
 
 @dataclass(frozen=True)
 class Threshold:
-    """From how many ``samples`` on weights are stored; ``source`` says where the number is from."""
+    """From how many ``samples`` on weights are stored; ``source`` says where the number is from.
+
+    ``is_wide``: they are made in wide blocks of samples (:func:`.triton_stored.row_options`) of batches that fill them.
+    """
 
     samples: int
     source: str
+    is_wide: bool = False
 
     def __str__(self) -> str:
         if self.samples in (0, NEVER):
             return f"weights {'stored' if self.samples == 0 else 'never stored'} ({self.source})"
-        return f"weights stored from {self.samples:,} samples on ({self.source})"
+        wide = ", in wide blocks" if self.is_wide else ""
+        return f"weights stored from {self.samples:,} samples on{wide} ({self.source})"
 
 
 def threshold(device: torch.device, kind: RowKind, not_fused: str | None) -> Threshold | None:
@@ -158,42 +164,56 @@ def _fused_seconds(speeds: _Speeds, tile: Tile, flops: float, read: float) -> fl
 # Measured ------------------------------------------------------------------------------------------------------------
 
 
-def measured(device: torch.device, kind: RowKind, fused: TorchBackend, stored: TorchBackend) -> Threshold:
+def measured(
+    device: torch.device, kind: RowKind, fused: TorchBackend, stored: tuple[TorchBackend, TorchBackend]
+) -> Threshold:
     """The threshold as this GPU has it: from the user's cache, or measured in seconds and kept there.
 
     Args:
         device: the GPU.
         kind: of the rows.
-        fused, stored: a backend of each shape.
+        fused: a backend that stores nothing.
+        stored: one that stores weights, and one that makes them in wide blocks.
     """
     name, key = _place(device, kind)
     if (name, key) not in _found:
         known: dict[str, object] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):  # no folder of the user's alone, or no file of ours
             known = dict(json.loads((private_folder() / name).read_text(encoding="utf-8")))
-        samples = known.get(key)
-        if not isinstance(samples, int):
-            with plain_arithmetic(device):
-                samples = measure(device, kind, fused, stored)
-            with contextlib.suppress(OSError):  # ranks may write side by side, and the last one wins
-                write_json(private_folder() / name, {**known, key: samples})
-        _found[name, key] = samples
-    return Threshold(_found[name, key], "measured")
+        match known.get(key):
+            case [int(samples), bool(is_wide)]:
+                pass
+            case _:
+                with plain_arithmetic(device):
+                    samples, is_wide = measure(device, kind, fused, *stored)
+                with contextlib.suppress(OSError):  # ranks may write side by side, and the last one wins
+                    write_json(private_folder() / name, {**known, key: [samples, is_wide]})
+        _found[name, key] = samples, is_wide
+    samples, is_wide = _found[name, key]
+    return Threshold(samples, "measured", is_wide)
 
 
-def measure(device: torch.device, kind: RowKind, fused: TorchBackend, stored: TorchBackend) -> int:
-    """Time steps of the head with both shapes; the first number of samples at which ``stored`` is faster."""
+def measure(
+    device: torch.device, kind: RowKind, fused: TorchBackend, stored: TorchBackend, wide: TorchBackend
+) -> tuple[int, bool]:
+    """Time steps of the head: the first number of samples at which ``stored`` is faster, and whether ``wide`` is then.
+
+    The latter is ``stored`` in wide blocks, compared with it at 1,024 samples.
+    """
     count = _MEASURED_CLASSES // kind.centers * kind.centers
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(count, kind.dim, dtype=kind.dtype, device=device, generator=generator)
     rows = ClassRows(weight, torch.full((count,), kind.dim**-0.5, device=device), kind.centers)
     state = RowState(count, kind.dim, torch.int8 if kind.dtype == torch.bfloat16 else torch.float32, device)
-    for samples in _MEASURED_BATCHES:
+
+    def is_faster(one: TorchBackend, than: TorchBackend, samples: int) -> bool:
         features = torch.nn.functional.normalize(weight[:samples].float()).to(kind.dtype)
-        spent = [_milliseconds(partial(_step, backend, rows, features, state)) for backend in (fused, stored)]
-        if spent[1] < spent[0]:
-            return samples
-    return NEVER
+        before, after = (_milliseconds(partial(_step, each, rows, features, state)) for each in (than, one))
+        return after < before
+
+    found = next((samples for samples in _MEASURED_BATCHES if is_faster(stored, fused, samples)), NEVER)
+    has_wide = found != NEVER and has_wide_blocks(device_kind(device), kind.dtype, kind.dim, kind.centers)
+    return found, has_wide and is_faster(wide, stored, _WIDE_BATCH)
 
 
 def _step(backend: TorchBackend, rows: ClassRows, features: torch.Tensor, state: RowState) -> None:

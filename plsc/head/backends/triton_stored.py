@@ -32,6 +32,16 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": {"BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_D": 32},
 }
 _PROGRAMS = 2  # for each of the device's processors
+# Blocks of twice the samples. At D = 512 a block of 128 x 128 reads 256 KB for its 17 million multiply-adds: on an
+# H100 the second-level cache gives that to all processors at about a half of the rate at which they multiply. These
+# read three quarters as much, and one program fills a processor. Which is faster is measured (triton_shape.py).
+WIDE_SAMPLES = 256
+_WIDE_BLOCKS: dict[str, dict[str, Any]] = {
+    "sm_90": {"BLOCK_B": WIDE_SAMPLES, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3},
+    "cpu": {"BLOCK_B": 32, "BLOCK_N": 16, "BLOCK_D": 32},
+}
+_WIDE_PROGRAMS = 1
+_EMPTY_SHARE = 0.1  # of the samples of wide blocks, at most
 _LOG2_E = 1 / math.log(2)
 
 
@@ -43,17 +53,18 @@ def first_pass(
     *,
     with_grad: bool,
     kept: KeptExponentials | None = None,
+    is_wide: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the exponentials of a table's classes, targets left out; see :func:`.triton_passes.first_pass`.
 
-    Those of chunks for which ``kept`` has room are left there.
+    Those of chunks for which ``kept`` has room are left there. ``is_wide``: see :func:`row_options`.
     """
     from plsc.head.backends import triton_stored_kernels as kernels
 
     features, position = batch.features.contiguous(), batch.position.contiguous()
     largest, size = min(chunk_size, rows.num_classes), len(features)
     grad = torch.zeros_like(features, dtype=torch.float32) if with_grad else None
-    scratch = _Scratch(rows, largest, features, precision)
+    scratch = _Scratch(rows, largest, features, precision, is_wide=is_wide)
     parts = -(-largest // summed_classes(scratch.options))
     total = torch.zeros(parts, size, dtype=torch.float64, device=features.device)
     for chunk in rows.chunks(chunk_size):
@@ -71,13 +82,17 @@ def first_pass(
     return total.sum(0), grad
 
 
-def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
+def second_pass(
+    inputs: PassInputs, precision: Fp32Precision, *, is_wide: bool = False
+) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with the gradient (n·K, D) float32 by its unit rows."""
-    for chunk, gradient, is_by_rows in gradients(inputs, precision):
+    for chunk, gradient, is_by_rows in gradients(inputs, precision, is_wide=is_wide):
         yield chunk, gradient.div_(chunk.inverse_norm[:, None]) if is_by_rows else gradient
 
 
-def gradients(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor, bool]]:
+def gradients(
+    inputs: PassInputs, precision: Fp32Precision, *, is_wide: bool = False
+) -> Iterator[tuple[Chunk, Tensor, bool]]:
     """Give each chunk with the gradient (n·K, D) float32 by its unit rows, or (True) with that times their 1/norms."""
     from plsc.head.backends import triton_stored_kernels as kernels
 
@@ -91,7 +106,8 @@ def gradients(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Ch
         if (gradient := kept.gradient(chunk)) is not None:
             yield chunk, gradient, True
             continue
-        scratch = scratch or _Scratch(rows, min(inputs.chunk_size, rows.num_classes), features, precision)
+        size = min(inputs.chunk_size, rows.num_classes)
+        scratch = scratch or _Scratch(rows, size, features, precision, is_wide=is_wide)
         weights = scratch.fill(
             chunk,
             kernels.probabilities if scratch.options is None else kernels.row_probabilities,
@@ -105,16 +121,34 @@ def gradients(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Ch
         yield chunk, product(weights, features, precision), False
 
 
-def row_options(kind: str, dtype: torch.dtype, dim: int, centers: int) -> dict[str, Any] | None:
+def row_options(
+    kind: str, dtype: torch.dtype, dim: int, centers: int, *, is_wide: bool = False
+) -> dict[str, Any] | None:
     """Constants and options of the kernels that make scores and weights of such rows in one go; None: none does.
 
     Args:
         kind: of the GPU, by :func:`.triton_tiles.gpu_kind`; "cpu" where kernels are interpreted.
         dtype, dim, centers: of the table.
+        is_wide: in wide blocks, where the kind of GPU has them.
     """
     if kind not in _BLOCKS or dtype != torch.bfloat16 or centers > 1 or dim % ALIGNED:
         return None
-    return {**_BLOCKS[kind], "WIDEN": kind == "cpu", "enable_fp_fusion": True}
+    return {
+        **(_WIDE_BLOCKS if is_wide and kind in _WIDE_BLOCKS else _BLOCKS)[kind],
+        "WIDEN": kind == "cpu",
+        "enable_fp_fusion": True,
+    }
+
+
+def has_wide_blocks(kind: str, dtype: torch.dtype, dim: int, centers: int) -> bool:
+    """Whether :func:`row_options` has two answers."""
+    return kind in _WIDE_BLOCKS and row_options(kind, dtype, dim, centers) is not None
+
+
+def _fills_wide_blocks(kind: str, samples: int) -> bool:
+    """Whether few places of wide blocks are left empty by so many samples."""
+    block = _WIDE_BLOCKS[kind]["BLOCK_B"] if kind in _WIDE_BLOCKS else samples
+    return -samples % block <= _EMPTY_SHARE * samples
 
 
 def summed_classes(options: dict[str, Any] | None) -> int:
@@ -129,9 +163,13 @@ class _Scratch:
         options: of the kernels that multiply rows; None: the scores are PyTorch's.
     """
 
-    def __init__(self, rows: ClassRows, classes: int, features: Tensor, precision: Fp32Precision) -> None:
+    def __init__(
+        self, rows: ClassRows, classes: int, features: Tensor, precision: Fp32Precision, *, is_wide: bool
+    ) -> None:
         weight, size, device = rows.weight, len(features), features.device
-        self.options = row_options(device_kind(device), weight.dtype, weight.shape[1], rows.centers)
+        kind, of_table = device_kind(device), (weight.dtype, weight.shape[1], rows.centers)
+        self._is_wide = is_wide and has_wide_blocks(kind, *of_table) and _fills_wide_blocks(kind, size)
+        self.options = row_options(kind, *of_table, is_wide=self._is_wide)
         self._features, self._precision, count = features, precision, classes * rows.centers
         apart = size if self.options is None else -(-size // ALIGNED) * ALIGNED
         self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
@@ -170,7 +208,8 @@ class _Scratch:
         """Run a kernel over a chunk's rows and all samples, by as many programs as run at a time."""
         size, dim = self._features.shape
         blocks = -(-len(weight) // options["BLOCK_N"]) * -(-size // options["BLOCK_B"])
-        kernel[(min(blocks, _PROGRAMS * processor_count(weight.device)),)](
+        programs = _WIDE_PROGRAMS if self._is_wide else _PROGRAMS
+        kernel[(min(blocks, programs * processor_count(weight.device)),)](
             **arguments,
             rows=_described(weight, options, "BLOCK_N", "BLOCK_D"),
             batch=size,
