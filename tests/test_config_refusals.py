@@ -102,6 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ASYNC, **EIGHT_BITS}, 'does not go with optim.state_dtype = "int8"'),
     ({**ASYNC, "precision": "fp16"}, "a loss scale of its own"),
     # storage of the table, and of moments
+    ({"head.exponentials_memory": "8 apples"}, "head.exponentials_memory '8 apples' is no amount of memory"),
     *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
     ({"head.margin": "mlcd", "negative_filter.cosine": 0.5}, "leave negative_filter out"),
     ({"head.margin": "mlcd", "labels.reduction": "sum"}, 'labels.reduction = "sum" means nothing with it'),

@@ -125,6 +125,49 @@ def test_a_step_of_fifty_million_classes_takes_what_an_h100_took(batch, measured
     assert not any("gather" in name or "reduce" in name for name in timing.parts)
 
 
+def test_kept_exponentials_spare_a_quarter_of_the_products_and_take_their_memory():
+    without, kept = (
+        one_rank(settings(batch=1024, head={"exponentials_memory": amount}), 10_000_000) for amount in ("", "21GB")
+    )
+    before, after = estimate(without, CARD), estimate(kept, CARD)
+    assert after.memory.computed - before.memory.computed == pytest.approx(2 * 1024 * 10_000_000, rel=0.03)
+    products = [4 * 2 * each * 1024 * 10_000_000 * 512 / 791e12 for each in (1, 0.75)]
+    spared = sum(before.timing.parts[part] - after.timing.parts[part] for part in before.timing.parts)
+    assert spared > products[0] - products[1]  # and what is moved around that product
+    assert after.timing.seconds < before.timing.seconds
+
+
+@pytest.mark.parametrize(
+    ("batch", "head"),
+    [
+        (1023, {}),  # no multiple of 8
+        (16, {}),  # whose passes store no weights
+        (1024, {"centers": 3}),
+        (1024, {"margin": "curricularface"}),
+        (1024, {"exponentials_memory": "1MB"}),  # less than a chunk
+    ],
+    ids=str,
+)
+def test_exponentials_that_are_not_kept_take_no_memory(batch, head):
+    given = {"exponentials_memory": "21GB", **head}
+    kept = estimate(one_rank(settings(batch=batch, head=given), 1_000_000), CARD)
+    without = estimate(one_rank(settings(batch=batch, head={**given, "exponentials_memory": ""}), 1_000_000), CARD)
+    assert (kept.memory, kept.timing) == (without.memory, without.timing)
+
+
+def test_advice_says_what_memory_to_spare_would_do():
+    result = plan(settings(batch=1024), 10_000_000, CARD)
+    found = re.search(
+        r'head.exponentials_memory = "(\d+)GiB" would make a step ([\d.]+) times as fast', as_text(result)
+    )
+    assert found is not None
+    told = plan(settings(batch=1024, head={"exponentials_memory": f"{found[1]}GiB"}), 10_000_000, CARD)
+    assert told.configured.fits
+    assert result.configured.timing.seconds / told.configured.timing.seconds == pytest.approx(float(found[2]), abs=0.01)
+    assert "exponentials_memory" not in as_text(told).partition("Recommended")[0]
+    assert "would make a step" not in as_text(told)
+
+
 def test_float32_products_take_the_speed_of_their_precision():
     """By NVIDIA's data sheet: 67 TFLOP/s in float32, 494.5 in TF32, 989 in bfloat16."""
 

@@ -1,6 +1,7 @@
 """Estimates of memory and time for one way to store and place the class table, and the choice among all ways."""
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from plsc.plan.timing import Timing, plan_time
 _MANY = 10**10  # classes whose shard is larger than any chunk
 TIE = 0.02  # of a step's time, by which a less exact or less simple run has to be faster to be taken
 _SAMPLE_RATES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
+_SHARE_TO_KEEP = 0.9  # of the memory that is free, for exponentials: an allocator has fragments
 _MOST_GPUS = 1 << 14
 # Of a device's memory that no plan promises: 50 million classes x 512 on a card of 80 GB would leave 0.2 of 78 GiB,
 # less than the allowance for an allocator's fragments can be off by.
@@ -267,7 +269,23 @@ def _why_placement(choice: Estimate, hardware: Hardware) -> str:
     spare = hardware.memory - choice.memory.total
     if choice.run.placement == "host":
         return "host: no storage of the table fits into the GPUs' memory; in the host's it does, at the bus's speed."
-    return f"device: everything fits into the GPU's memory, with {gib(spare)} to spare."
+    kept = _with_exponentials(choice, hardware)
+    return f"device: everything fits into the GPU's memory, with {gib(spare)} to spare.{kept}"
+
+
+def _with_exponentials(choice: Estimate, hardware: Hardware) -> str:
+    """What the memory to spare would do for the head, where that is more than a tie."""
+    run, head = choice.run, choice.run.config.head
+    free = _SHARE_TO_KEEP * (hardware.room - choice.memory.total) / run.micro_batches  # each waits with its own
+    amount = min(int(free / GIB), math.ceil(run.visited_rows * run.group_batch * run.weight_width / GIB))
+    if head.exponentials_memory or amount < 1:
+        return ""
+    keeping = replace(run.config, head=replace(head, exponentials_memory=f"{amount}GiB"))
+    kept = estimate(replace(run, config=keeping), hardware)
+    if not kept.fits or kept.timing.seconds * (1 + TIE) >= choice.timing.seconds:
+        return ""
+    gain = choice.timing.seconds / kept.timing.seconds
+    return f' head.exponentials_memory = "{amount}GiB" would make a step {gain:.2f} times as fast.'
 
 
 def _why_groups(choice: Estimate, hardware: Hardware) -> str:
