@@ -96,7 +96,8 @@ def test_accumulated_and_sampled_steps_are_those_without(sample_rate, update):
 def accumulated(memory: int, sample_rate: float, update: str) -> list[torch.Tensor]:
     """Two steps, of two batches and of one: losses, gradients and the table."""
     problem, found = make_problem(CLASSES, 2 * BATCH), []
-    head = make_head(ONE, problem, exponentials_memory=memory, sample_rate=sample_rate, update=update)
+    options = {"sample_rate": sample_rate, "update": update, "chunk_classes": 8}  # the union has more than each of them
+    head = make_head(ONE, problem, exponentials_memory=memory, **options)
     optimizer = (
         plsc.HeadSGD(head, lr=0.2, momentum=0.9)
         if update == "fused"

@@ -4,6 +4,7 @@ from planted_defects.defect import Defect
 
 _SEARCH, _SEARCH_KERNELS = "plsc/index/triton_scan.py", "plsc/index/triton_scan_kernels.py"
 _PASSES, _STORED = "plsc/head/backends/triton_pass_kernels.py", "plsc/head/backends/triton_stored_kernels.py"
+_KEPT, _KEPT_TESTS = "plsc/head/backends/kept_exponentials.py", "tests/head/test_kept_exponentials.py"
 
 ON_GPUS = (
     Defect(
@@ -145,5 +146,54 @@ ON_GPUS = (
         "is_clear = (gap > 2 * error)",
         "is_clear = (gap >= 0)",
         ("tests/index/test_fused_scan.py",),
+    ),
+    Defect(
+        "kept exponentials: a target pulls as if its row had length 1",
+        _KEPT,
+        "(pull * chunk.inverse_norm[nearest])",
+        "pull",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "kept exponentials: the gradient by rows is taken for that by unit rows",
+        _KEPT,
+        "gradient.div_(chunk.inverse_norm[:, None])",
+        "gradient",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "kept exponentials: a chunk is taken by them of which a part was not kept",
+        _KEPT,
+        "if chunk.stop <= len(self.weights) else None",
+        "if chunk.start < len(self.weights) else None",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "kept exponentials: a loss without weight divides by it",
+        _KEPT,
+        "torch.where(factor != 0, inputs.target_grad.double() / factor, 0.0)",
+        "inputs.target_grad.double() / factor",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "kept exponentials: batches that visited other classes are summed",
+        "plsc/head/sharded_softmax.py",
+        "if len(kept) == len(pending) and member is None else []",
+        "if len(kept) == len(pending) else []",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "kept exponentials: the update multiplies by 1/norms once more",
+        "plsc/head/backends/triton_update_kernels.py",
+        "return across if BY_ROWS else across * rho[:, None]",
+        "return across * rho[:, None]",
+        (_KEPT_TESTS,),
+    ),
+    Defect(
+        "wide blocks that disagree with float64 are used all the same",
+        "plsc/head/backends/__init__.py",
+        "        backend.stored_from = replace(found, is_wide=False)\n",
+        "",
+        ("tests/head/test_triton_shape.py",),
     ),
 )

@@ -457,7 +457,7 @@ USING = (
     Defect(
         "the plan forgets the samples that wait for the second pass",
         "plsc/plan/memory.py",
-        "return run.micro_batches * (embeddings + sampled)",
+        "return run.micro_batches * (embeddings + sampled + exponentials)",
         "return embeddings + sampled",
         (
             "tests/test_plan.py",
