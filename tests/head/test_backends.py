@@ -1,6 +1,7 @@
 """The choice of what computes a head: made once, by what the machine and the head can, and told with its reason."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,14 @@ def test_the_passes_tell_what_multiplies(monkeypatch, dtype):
     assert choose_backend(shape(dtype)).describe() == f"cpu backend: compiled passes ({own}) and SGD{smaller}"
     monkeypatch.setattr(head_kernels, "products", lambda dtype: "portable")
     assert choose_backend(shape(dtype)).reason == "compiled SGD; passes by torch: no AVX2 or NEON"
+
+
+@compiled
+def test_a_head_says_whether_it_keeps_exponentials():
+    keeping = replace(shape(), exponentials_memory=3 << 29)
+    assert choose_backend(keeping, "torch").describe() == "torch backend: requested; keeps exponentials in 1.5 GiB"
+    compiled_alone = choose_backend(shape(), "cpu").describe()
+    assert choose_backend(keeping, "cpu").describe() == f"{compiled_alone}; its passes keep no exponentials"
 
 
 def test_tables_and_devices_without_kernels_are_pytorchs():

@@ -184,7 +184,8 @@ class TorchBackend:
 
     def describe(self) -> str:
         """The choice and its reason in one line."""
-        return f"{self.name} backend: {self.reason}"
+        note = f"; keeps exponentials in {self.exponentials_memory / 2**30:.3g} GiB" if self.exponentials_memory else ""
+        return f"{self.name} backend: {self.reason}{note}"
 
     def first_pass(
         self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool, keeps: bool = False
