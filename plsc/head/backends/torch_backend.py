@@ -1,8 +1,9 @@
 """The head's passes and updates in plain PyTorch: the reference for the other backends, and where they have no kernel.
 
-No (B, C_local) matrix ever exists. Pass 1 gives what the loss and the embeddings' gradient need: each sample's sum of
-exponentials over this shard and the rows weighted by them. Once log Z is known over all shards, pass 2 recomputes each
-chunk's probabilities and gives the rows' gradient, chunk by chunk, and the update takes it while it is in cache.
+No (B, C_local) matrix ever exists, unless there is memory to keep one (kept_exponentials.py). Pass 1 gives what the
+loss and the embeddings' gradient need: each sample's sum of exponentials over this shard and the rows weighted by them.
+Once log Z is known over all shards, pass 2 recomputes each chunk's probabilities and gives the rows' gradient, chunk by
+chunk, and the update takes it while it is in cache.
 Logits are class-major, (classes, B).
 """
 
