@@ -13,7 +13,8 @@ its dense parts (scikit-learn: pip install plsc-torch[cluster]). A line of --lin
 with data.train = the pictures and data.labels = "clusters/labels.npy".
 
 If the command is stopped, or killed, run it again: k-means goes on after its last iteration, with any number of
-processes, and ends in the same centres, bit for bit. --overwrite starts anew.
+processes, and ends in the same centres, bit for bit. --overwrite starts anew. Each process searches on a GPU of its own
+where there are any and the search is large (docs/clusters.md), else on the CPU.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.files import new_folder
-from plsc.progress import counted, show
+from plsc.progress import counted, note, show
 from plsc.tools.entry import (
     above_0,
     add_result_options,
@@ -48,7 +49,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, metavar="FOLDER", help="folder to write")
     add("--method", choices=("kmeans", "connected", "hdbscan"), default="kmeans", help="(kmeans)")
     add("--seed", type=natural, default=0, metavar="N", help="of all draws (0)")
-    add("--nproc", type=positive, default=1, metavar="N", help="processes that share the points of kmeans (1)")
+    add(
+        "--nproc",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that share the points of kmeans, one per GPU where there are any (1)",
+    )
     add(
         "--threads",
         type=positive,
@@ -93,7 +100,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.cluster.folder import GraphOptions, cluster
     from plsc.cluster.given import GivenCentres
     from plsc.cluster.kmeans import KMeansOptions
-    from plsc.parallel.mesh import initialised
+    from plsc.cluster.scan import SearchDevice
+    from plsc.parallel.collectives import raise_on_all_ranks
+    from plsc.parallel.mesh import default_device, initialised
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -105,8 +114,14 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         options = GraphOptions(args.method, **given)
     else:
         options = GivenCentres(**given) if args.centres is not None else KMeansOptions(seed=args.seed, **given)
-    with initialised("cpu") as mesh:
-        report = cluster(EmbeddingSet(args.set), args.out, options, mesh, top=top, overwrite=args.overwrite)
+    with initialised("cpu") as mesh:  # what ranks exchange is in the host's memory, also where GPUs search
+        device = raise_on_all_ranks(mesh, lambda: default_device(mesh.local_rank))
+        if device.type == "cuda" and mesh.is_main:
+            note(f"cluster: large searches run on {torch.cuda.get_device_name(device)}")
+        where = SearchDevice(device)
+        report = cluster(
+            EmbeddingSet(args.set), args.out, options, mesh, top=top, where=where, overwrite=args.overwrite
+        )
     if not mesh.is_main:
         return None
     _show(args.out, report)

@@ -1,7 +1,7 @@
-"""The nearest centre of every point, exactly, by the compiled scan; and which points need no scan.
+"""The nearest centre of every point, exactly, by a scan; and which points need no scan.
 
 An assignment depends on the points and the centres alone: it is the ranking of a float64 scan, ties by the centre's
-number, whatever was assigned before, on whatever rank, by however many threads.
+number, whatever was assigned before, on whatever rank, by however many threads, on a CPU or a GPU.
 
 From the second assignment on, most points are not compared with most centres. Each point keeps a bound: no centre but
 its own is nearer than this angle. A centre that turned by δ lowers it by at most δ (the triangle inequality on the
@@ -17,15 +17,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from plsc.cluster.scan import Scan, SearchDevice
 from plsc.embedding.columns import Float32, Float64, Int64
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError
 from plsc.index.codes import LARGEST_DIM, ZERO, encode_into, stride_of
-from plsc.index.scan import ExactScan
 from plsc.native.scan import CodedVectors, load_scan
 from plsc.sizes import available_bytes
 
-QUERIES = 512  # points that are scanned at once: their panels stay in the second-level cache
 _BLOCK = 4096  # points whose products are made in float64 at once
 _THRESHOLDS = 64  # that are tried for τ
 # Of a cosine: the float32 rounding of points, centres and scores. What lies closer is decided by a scan.
@@ -40,8 +39,10 @@ class Points:
     Args:
         source: the set.
         rank, world: this rank's part of the points, which are cut into ``world`` equal ones.
+        where: this process searches for them; None: on the CPU.
 
     Attributes:
+        where: as given.
         rows: (n,) ascending, the rows of the set that these points are.
         start: the number of points that lie on ranks before.
         total: points on all ranks.
@@ -50,8 +51,9 @@ class Points:
         DataError: a row has no error and no direction either.
     """
 
-    def __init__(self, source: EmbeddingSet, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, source: EmbeddingSet, rank: int = 0, world: int = 1, where: SearchDevice | None = None) -> None:
         rows = usable_rows(source)
+        self.where = where or SearchDevice()
         self._source, self.dim, self.total = source, source.dim, len(rows)
         self.start = self.total * rank // world
         self.rows = rows[self.start : self.total * (rank + 1) // world]
@@ -61,9 +63,10 @@ class Points:
             self._vectors = np.concatenate([np.empty((0, source.dim), np.float32), *parts])
 
     @classmethod
-    def of(cls, vectors: Float32) -> "Points":
+    def of(cls, vectors: Float32, where: SearchDevice | None = None) -> "Points":
         """Points of an array (n, D) float32 of length 1."""
         points = cls.__new__(cls)
+        points.where = where or SearchDevice()
         points._vectors, points.dim, points.total, points.start = vectors, vectors.shape[1], len(vectors), 0
         points.rows = np.arange(len(vectors))
         return points
@@ -107,18 +110,12 @@ def unit_rows(source: EmbeddingSet, rows: Int64) -> Float32:
     return unit
 
 
-def scan_of(centres: Float32) -> ExactScan:
-    """The exact scan of ``centres`` (k, D): in bfloat16 where the processor multiplies it, else in float32."""
-    kernel = load_scan()
-    return ExactScan(centres, precision="bf16" if kernel is not None and kernel.rounds_queries else "fp32")
-
-
 def nearest(points: Points, centres: Float32, k: int) -> tuple[Float32, Int64]:
     """Cosines (n, k) float32, best first, and centres (n, k) int64: the ``k`` nearest to every point."""
-    scan = scan_of(centres)
+    scan = Scan(centres, k, len(points), points.where)
     cosines = np.empty((len(points), k), dtype=np.float32)
     labels = np.empty((len(points), k), dtype=np.int64)
-    for at, vectors in points.blocks(size=QUERIES):
+    for at, vectors in points.blocks(size=scan.block):
         cosines[at], labels[at] = scan.search(vectors, k)
     return cosines, labels
 
@@ -126,23 +123,25 @@ def nearest(points: Points, centres: Float32, k: int) -> tuple[Float32, Int64]:
 class Nearest:
     """The nearest of some centres, exactly, and how near all others may be.
 
-    Where the processor adds products of bytes, 8-bit codes of points and centres tell which few centres to compare in
-    float64 (plsc/native/nearest_row.h). Matrix tiles multiply bfloat16 numbers faster than that, and any other
-    processor float32 ones: there the exact scan finds the two nearest.
+    The exact scan finds the two nearest, but on a CPU that adds products of bytes: there 8-bit codes of points and
+    centres tell which few centres to compare in float64 (plsc/native/nearest_row.h). Matrix tiles multiply bfloat16
+    numbers faster than that, and any other processor float32 ones.
 
     Args:
         centres: (k, D) of length 1; kept, not copied.
+        queries: points that there will be, about.
+        where: they are searched for; None: on the CPU.
 
     Attributes:
         block: points that are best searched for at once.
     """
 
-    def __init__(self, centres: Float32) -> None:
-        self._kernel, self._coded, self._scan, self.block = load_scan(), None, None, QUERIES
-        if self._kernel is not None and self._kernel.finds_nearest and centres.shape[1] <= LARGEST_DIM:
+    def __init__(self, centres: Float32, queries: int = 0, where: SearchDevice | None = None) -> None:
+        self._kernel, self._coded = load_scan(), None
+        self._scan = Scan(centres, min(2, len(centres)), queries, where or SearchDevice())
+        self.block, is_on_cpu = self._scan.block, not self._scan.is_on_gpu
+        if self._kernel is not None and self._kernel.finds_nearest and centres.shape[1] <= LARGEST_DIM and is_on_cpu:
             self._coded, self.block = _coded(centres), _BLOCK
-        else:
-            self._scan = scan_of(centres)
 
     def find(self, vectors: Float32, least: Float64 | None = None) -> tuple[Float32, Int64, Float32]:
         """Find the nearest centre of each of ``vectors`` (m, D) of length 1.
@@ -158,7 +157,6 @@ class Nearest:
         if self._kernel is not None and self._coded is not None:
             low = None if least is None else (least - _SLACK).astype(np.float32)
             return self._kernel.nearest(self._coded, _coded(vectors), low, torch.get_num_threads())
-        assert self._scan is not None
         cosines, centres = self._scan.search(vectors, 2)
         others = cosines[:, 1] if cosines.shape[1] > 1 else np.full(len(vectors), -1, np.float32)
         return cosines[:, 0], centres[:, 0], others
@@ -224,7 +222,7 @@ class Assigner:
         assert self._centres is not None
         if not len(positions):
             return
-        nearest = Nearest(self._centres)
+        nearest = Nearest(self._centres, len(positions), self.points.where)
         self.compared += len(positions) * len(self._centres)
         for at, vectors in self.points.blocks(positions, nearest.block):
             known = self.cosines[at] if is_known else None
@@ -249,7 +247,7 @@ class Assigner:
             The positions where two cosines are too close for this comparison.
         """
         assert self._centres is not None
-        nearest = Nearest(np.ascontiguousarray(self._centres[movers]))
+        nearest = Nearest(np.ascontiguousarray(self._centres[movers]), len(positions), self.points.where)
         self.compared += len(positions) * len(movers)
         doubtful = []
         for at, vectors in self.points.blocks(positions, nearest.block):

@@ -12,7 +12,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from plsc.cluster.assignment import QUERIES, Points, scan_of
+from plsc.cluster.assignment import Points
+from plsc.cluster.scan import Scan
 from plsc.embedding.columns import Float32, Int64
 from plsc.parallel.collectives import all_gather_rows
 from plsc.parallel.mesh import Mesh
@@ -28,14 +29,15 @@ def balanced_labels(points: Points, centres: Float32, ratio: float, mesh: Mesh) 
     labels = np.full(points.total, -1, dtype=np.int64)
     most = math.ceil(Fraction(str(ratio)) * points.total / len(centres))  # 1.1 of 10 is 11, which floats make more
     room = np.full(len(centres), most, dtype=np.int64)
-    waiting, scan = np.arange(points.total), scan_of(centres)
+    waiting, scan = np.arange(points.total), Scan(centres, min(_CANDIDATES, len(centres)), len(points), points.where)
     while len(waiting):
         own = waiting[(waiting >= points.start) & (waiting < points.start + len(points))] - points.start
         is_open = room > 0
         width = min(_CANDIDATES, int(is_open.sum()))
         cosines, found = np.empty((len(own), width), np.float32), np.empty((len(own), width), np.int64)
-        for start in range(0, len(own), QUERIES):
-            part = slice(start, start + QUERIES)
+        block = scan.block
+        for start in range(0, len(own), block):
+            part = slice(start, start + block)
             cosines[part], found[part] = scan.search(points.take(own[part]), width, allowed=is_open)
         all_cosines, all_found = (all_gather_rows(torch.from_numpy(own), mesh).numpy() for own in (cosines, found))
         matched = match(all_cosines, all_found, room)

@@ -27,6 +27,7 @@ from plsc.cluster.graph import Links, connected, hdbscan, neighbour_graph, read_
 from plsc.cluster.kmeans import KMeans, KMeansOptions
 from plsc.cluster.means import Sums, inertia
 from plsc.cluster.picture import draw_report
+from plsc.cluster.scan import SearchDevice
 from plsc.embedding.columns import Float32, Float64, Int64, save_array
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import sole_writer, write_embedding_set
@@ -100,10 +101,13 @@ def cluster(
     mesh: Mesh,
     *,
     top: int = 0,
+    where: SearchDevice | None = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Cluster a set into ``folder``, or go on where an earlier call was stopped; all ranks call.
+
+    ``where`` is the device that searches; None: the CPU. Only the graph of more than 200,000 points depends on it.
 
     Returns:
         The report: "rows", "clusters", "labelled", "inertia", "iterations", "sizes" ("least", "median", "most"),
@@ -127,7 +131,7 @@ def cluster(
     with ExitStack() as lock:
         if on_main(lambda: _begin(folder, settings, lock, overwrite), mesh):
             return on_main(lambda: dict(read_json(folder / "report.json")), mesh)
-        points = raise_on_all_ranks(mesh, lambda: Points(source, mesh.rank, mesh.world_size))
+        points = raise_on_all_ranks(mesh, lambda: Points(source, mesh.rank, mesh.world_size, where))
         if isinstance(options, KMeansOptions):
             clusters = _by_means(source, points, folder / "state", options, mesh, top, quiet)
         elif isinstance(options, GivenCentres):

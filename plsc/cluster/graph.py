@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from plsc.cluster.assignment import Points
+from plsc.cluster.scan import Scan
 from plsc.embedding.columns import Float32, Int64
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
 from plsc.index import Index
+from plsc.index.build import EXACT_UP_TO
+from plsc.index.scan import AUTO
 from plsc.text_files import text_lines
 
 INSTALL = "pip install plsc-torch[cluster]"
@@ -43,14 +46,24 @@ class Links:
 
 
 def neighbour_graph(points: Points, neighbours: int) -> Graph:
-    """Edges from each point to its ``neighbours`` nearest ones, found by an index: exact up to 200,000 points."""
-    index = Index.build(points.take(np.arange(len(points))), quiet=True)
+    """Edges from each point to its ``neighbours`` nearest ones.
+
+    They are exact on a GPU, and up to 200,000 points; a CPU finds those of more by an index.
+    """
+    rows, k = points.take(np.arange(len(points))), min(neighbours + 1, len(points))  # the point itself, or a copy of it
+    scan = Scan(rows, k, len(points), points.where, AUTO)
+    is_exact = scan.is_on_gpu or len(points) <= EXACT_UP_TO
+    index = None if is_exact else Index.build(rows, quiet=True)
     pairs, cosines = [np.empty((0, 2), np.int64)], [np.empty(0, np.float32)]
     for at, vectors in points.blocks(size=_QUERIES):
-        found = index.search(vectors, neighbours + 1)  # among them the point itself, or a copy of it
-        own = np.broadcast_to(at[:, None], found.ids.shape)
-        pairs.append(np.stack([np.minimum(own, found.ids), np.maximum(own, found.ids)], axis=2).reshape(-1, 2))
-        cosines.append(found.scores.reshape(-1))
+        if index is None:
+            scores, found = scan.search(vectors, k)
+        else:
+            near = index.search(vectors, k)
+            scores, found = near.scores, near.ids
+        own = np.broadcast_to(at[:, None], found.shape)
+        pairs.append(np.stack([np.minimum(own, found), np.maximum(own, found)], axis=2).reshape(-1, 2))
+        cosines.append(scores.reshape(-1))
     both, scores = np.concatenate(pairs), np.concatenate(cosines)
     _, first = np.unique(both[:, 0] * len(points) + both[:, 1], return_index=True)
     first = first[both[first, 0] != both[first, 1]]

@@ -142,7 +142,8 @@ class KMeans:
             read_state(path, shape)
         else:
             rows = usable_rows(self._source)
-            write_state(path, State(first_centres(self._source, rows, shape[0], (self._options.seed, run))))
+            seed = self._options.seed, run
+            write_state(path, State(first_centres(self._source, rows, shape[0], seed, self.points.where)))
 
     def _step(self, state: State, assigner: Assigner, sums: Sums, seed: tuple[int, ...]) -> None:
         """One iteration over all points; the run is done where it lowers the inertia too little, or changes nothing."""
@@ -173,7 +174,7 @@ class KMeans:
         points, random = self.points, np.random.default_rng(seed)
         size = min(self._options.mini_batch or 1, points.total)
         drawn = np.sort(random.choice(points.total, size, replace=False, shuffle=False)) - points.start
-        batch = Points.of(points.take(drawn[(drawn >= 0) & (drawn < len(points))]))
+        batch = Points.of(points.take(drawn[(drawn >= 0) & (drawn < len(points))]), points.where)
         assigner = Assigner(batch)
         changed, former = assigner.assign(state.centres)
         sums.move(batch, changed, former, assigner.labels, self._mesh)

@@ -4,6 +4,7 @@ import numpy as np
 
 from plsc.cluster.assignment import Assigner, Points, nearest, unit_rows
 from plsc.cluster.means import Sums
+from plsc.cluster.scan import SearchDevice
 from plsc.embedding.columns import Float32, Float64, Int64
 from plsc.embedding.embedding_set import EmbeddingSet
 
@@ -13,7 +14,7 @@ _COARSE_ITERATIONS = 5
 _AT_ONCE = 1 << 22  # numbers of the sample that are multiplied at once
 
 
-def first_centres(source: EmbeddingSet, usable: Int64, k: int, seed: tuple[int, ...]) -> Float32:
+def first_centres(source: EmbeddingSet, usable: Int64, k: int, seed: tuple[int, ...], where: SearchDevice) -> Float32:
     """Draw ``k`` of the rows ``usable`` (n,) of a set as centres: (k, D) float32 of length 1.
 
     Up to 1,000 they are drawn by k-means++ (Arthur & Vassilvitskii, 2007) from 32 k rows; above, the sample of 8 k rows
@@ -25,7 +26,7 @@ def first_centres(source: EmbeddingSet, usable: Int64, k: int, seed: tuple[int, 
     sample = unit_rows(source, usable[np.sort(random.choice(len(usable), count, replace=False, shuffle=False))])
     if k <= PLUS_PLUS_UP_TO:
         return plus_plus(sample, k, random)
-    cells = _cells(sample, round(k**0.5), random)
+    cells = _cells(Points.of(sample, where), round(k**0.5), random)
     order = np.argsort(cells, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(cells))[:-1])
     shares = _shares(np.array([len(rows) for rows in members]), k)
@@ -59,12 +60,11 @@ def _squares(sample: Float32, row: Float32) -> Float64:
     return np.maximum(2.0 - 2.0 * np.concatenate(parts).astype(np.float64), 0.0)
 
 
-def _cells(sample: Float32, cells: int, random: np.random.Generator) -> Int64:
-    """The cell (n,) of each row of ``sample``, none empty: by a few iterations of k-means with ``cells`` centres."""
-    rows = np.sort(random.choice(len(sample), min(len(sample), _SAMPLED * cells), replace=False, shuffle=False))
-    centres = plus_plus(sample[rows], cells, random)
-    points = Points.of(sample)
-    assigner, sums = Assigner(points), Sums(cells, sample.shape[1])
+def _cells(points: Points, cells: int, random: np.random.Generator) -> Int64:
+    """The cell (n,) of each of ``points``, none empty: by a few iterations of k-means with ``cells`` centres."""
+    rows = np.sort(random.choice(len(points), min(len(points), _SAMPLED * cells), replace=False, shuffle=False))
+    centres = plus_plus(points.take(rows), cells, random)
+    assigner, sums = Assigner(points), Sums(cells, points.dim)
     for _ in range(_COARSE_ITERATIONS):
         changed, former = assigner.assign(centres)
         sums.move(points, changed, former, assigner.labels)

@@ -22,7 +22,7 @@ _PINNED_BYTES = 32 << 20  # of the host's, likewise: 256 MiB
 _MOST_NEIGHBOURS = 2048  # that faiss selects on a GPU
 _VECTORS_AT_ONCE, _QUERIES_AT_ONCE = 1 << 30, 128 << 20  # bytes on the GPU, in an exact search
 # Work below which copying the rows to the GPU would take longer than they take on the CPU. Estimated, not measured.
-_LEAST_PRODUCTS = 1 << 34  # multiplications of an exact search
+LEAST_PRODUCTS = 1 << 34  # multiplications of an exact search
 _LEAST_PAIRS = 1 << 22  # numbers of the rows that are scored again
 _lock = threading.Lock()  # faiss' resources of a GPU are for one thread at a time
 
@@ -105,7 +105,7 @@ def adder(index: Any) -> Add:
 
 def takes_search(queries: Float32, base: Float32, k: int) -> bool:
     """Whether a search of ``queries`` (Q, D) for ``k`` of ``base`` (N, D) is one for the GPU, and there is one."""
-    return len(queries) * base.size >= _LEAST_PRODUCTS and k <= _MOST_NEIGHBOURS and why_not() is None
+    return len(queries) * base.size >= LEAST_PRODUCTS and k <= _MOST_NEIGHBOURS and why_not() is None
 
 
 def knn(queries: Float32, base: Float32, k: int) -> tuple[Float32, Int64]:

@@ -64,6 +64,11 @@ def fused(copy: ScanCopy, by_torch: Any) -> "FusedScan | None":
     return None
 
 
+def has_groups(count: int, k: int) -> bool:
+    """Whether ``count`` rows are enough for the kernels to find the ``k`` best; of fewer, torch does."""
+    return -(-count // GROUP) >= _LEAST_GROUPS * k
+
+
 def block_options(kind: str, *, is_coded: bool, queries: int) -> dict[str, Any]:
     """Constants and options of ``group_maxima`` for a kind of GPU and so many queries."""
     options: dict[str, Any] = dict(_BLOCKS[kind])
@@ -139,10 +144,14 @@ class FusedScan:
     def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
         """Scores and rows (Q, k), 0 < k <= ``count``, the number of rows ``allowed``."""
         groups = self._groups
-        if groups < _LEAST_GROUPS * k:
+        if not has_groups(len(self._copy.vectors), k):
             answer: tuple[Float32, Int64] = self.by_torch.search(queries, k, allowed, count)
             return answer
-        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).view(torch.uint8).to(self._copy.device)
+        mask = (
+            None
+            if allowed is None
+            else torch.from_numpy(np.require(allowed, requirements="W")).view(torch.uint8).to(self._copy.device)
+        )
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
         step = max(1, min(_MAXIMA // groups, _PAIRS // (2 * _LEAST_GROUPS * k)))
@@ -161,19 +170,20 @@ class FusedScan:
         """Fill ``scores`` and ``rows`` (Q, k); returns the queries (n,) that are crowded, whose places stay as is."""
         asked = self._asked(queries)
         found = self._candidates(asked, k, mask)
-        open_ = ~found.crowded
+        is_open = ~found.crowded
         if self._exact is not None:
             best, numbers, is_clear = self._ranked(asked, found, k)
             scores[:], rows[:] = best.cpu().numpy(), numbers.cpu().numpy()
-            open_ &= ~is_clear
-        left = np.flatnonzero(open_.cpu().numpy())
+            is_open &= ~is_clear
+        is_open, is_crowded = torch.stack([is_open, found.crowded]).cpu().numpy()
+        left = np.flatnonzero(is_open)
         if len(left):
-            of_query, row = found.query.cpu().numpy(), found.row.cpu().numpy()
+            of_query, row = torch.stack([found.query, found.row]).cpu().numpy()
             ends = np.searchsorted(of_query, np.arange(len(queries) + 1))
             for query in left:
                 own = row[ends[query] : ends[query + 1]]
                 scores[query], rows[query] = rank(queries[query], self._copy.source, own, k)
-        return np.flatnonzero(found.crowded.cpu().numpy())
+        return np.flatnonzero(is_crowded)
 
     def _asked(self, queries: Float32) -> _Asked:
         device = self._copy.device
@@ -184,7 +194,7 @@ class FusedScan:
             )
             digits = digits.transpose(0, 1).flatten(0, 1)
             return _Asked(digits, digits, *others)
-        exact, dim = torch.from_numpy(np.array(queries)).to(device), queries.shape[1]
+        exact, dim = torch.from_numpy(np.require(queries, requirements="W")).to(device), queries.shape[1]
         low = torch.nn.functional.pad(exact.bfloat16(), (0, self._low.shape[1] - dim))
         # matrix units align the numbers that they add at a time: once more the error of adding one by one
         error = query_error(exact, low[:, :dim], self._bounds) + exact.norm(dim=1) * sum_error(dim, self._bounds)

@@ -226,7 +226,7 @@ def _joined(device: str | torch.device | None, head_ranks: int, timeout: float |
     rank, world_size, local_rank = (
         _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    chosen = _default_device(local_rank) if device is None else to_device(device, local_rank)
+    chosen = default_device(local_rank) if device is None else to_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_available() and dist.is_initialized():
@@ -276,7 +276,8 @@ def initialised(device: str | torch.device | None = None) -> Iterator[Mesh]:
         shutdown()
 
 
-def _default_device(local_rank: int) -> torch.device:
+def default_device(local_rank: int) -> torch.device:
+    """The GPU of a local rank, or the CPU where there are none; UsageError where there are fewer than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -297,7 +298,7 @@ def to_device(device: str | torch.device, local_rank: int = 0) -> torch.device:
         return chosen
     if not torch.cuda.is_available():
         raise UsageError(f"torch finds no GPU for device {str(device)!r}: give cpu, or leave it out")
-    return _default_device(local_rank) if chosen.index is None else chosen
+    return default_device(local_rank) if chosen.index is None else chosen
 
 
 def _integer(name: str, default: int) -> int:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.cluster import assignment
+from plsc.cluster import assignment, scan
 from plsc.cluster.assignment import Assigner, Nearest, Points
 from plsc.cluster.means import Sums
+from plsc.index import scan as index_scan
 
 
 def unit(rows):
@@ -27,7 +28,8 @@ def drawn(count, dim, seed=0):
 def way(request, monkeypatch):
     """The scan's kernels where there is a compiler; and without."""
     if request.param == "by torch":
-        monkeypatch.setattr(assignment, "load_scan", lambda: None)
+        for module in (assignment, scan, index_scan):
+            monkeypatch.setattr(module, "load_scan", lambda: None)
 
 
 @pytest.mark.parametrize("dim", [3, 64, 100])

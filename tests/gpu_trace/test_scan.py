@@ -116,7 +116,7 @@ def test_tritons_search_waits_a_few_times_and_reads_each_row_once(traces: dict[s
             "FusedScan._asked blocking H2D copy": 4 if is_coded else 1,
             "FusedScan._candidates nonzero": 2,
             **({"FusedScan._ranked item": 1} if ranked else {}),
-            "FusedScan._answer blocking D2H copy": 4 if ranked else 2,
+            "FusedScan._answer blocking D2H copy": 3 if ranked else 1,
         }
         groups, width, outputs = -(-FUSED_ROWS // GROUP), 1 if is_coded else 2, 2 if is_coded else 1
         moved = width * DIM * (FUSED_ROWS + outputs * FUSED_QUERIES) + 4 * outputs * groups * FUSED_QUERIES

@@ -86,7 +86,7 @@ def test_a_large_exact_search_goes_to_the_gpu_and_others_do_not(gpu, monkeypatch
     vectors, queries = unit(2500, 0), unit(20, 1)
     want = scan.knn(queries, vectors, 5)
     assert not gpu
-    monkeypatch.setattr(faiss_gpu, "_LEAST_PRODUCTS", 20 * vectors.size)
+    monkeypatch.setattr(faiss_gpu, "LEAST_PRODUCTS", 20 * vectors.size)
     for search in (lambda: scan.knn(queries, vectors, 5), lambda: scan.ExactSearch(vectors).search(queries, 5)):
         scores, rows = search()
         np.testing.assert_array_equal(scores, want[0])
