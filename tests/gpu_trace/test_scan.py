@@ -30,6 +30,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpu_trace.tracer import Tracer, traced
 from gpu_trace.triton_launches import launches_recorded
+from plsc.cluster import scan as points_scan
+from plsc.cluster.assignment import Nearest
 from plsc.index import scan, triton_scan
 
 warnings.simplefilter("error")
@@ -54,6 +56,13 @@ with (
             tracer.begin_step(last=True)
             exact.search(vectors[: {QUERIES} if way == "torch" else {FUSED_QUERIES}], 10, allowed=allowed)
         found[f"{{way}}, {{precision}}{{', filtered' if mask else ''}}"] = tracer.counts.as_dict()
+    tracer = Tracer([1], 1, share_kept=0.02)
+    kernels = [patch.object(module, "runs_on", lambda _: True) for module in (triton_scan, points_scan)]
+    with traced(tracer), launches_recorded(tracer), kernels[0], kernels[1]:
+        nearest = Nearest(vectors, 1 << 20, points_scan.SearchDevice("cuda:0"))
+        tracer.begin_step(last=True)
+        nearest.find(vectors[: nearest.block])
+    found["nearest"] = tracer.counts.as_dict()
 print(json.dumps(found))
 """
 
@@ -125,3 +134,17 @@ def test_tritons_search_waits_a_few_times_and_reads_each_row_once(traces: dict[s
         assert by_function(found["moved"])["FusedScan.maxima group_maxima"] == moved
         assert sum(found["launches"].values()) == FUSED_LAUNCHES[name], found["launches"]
         assert found["peak"] < 5 * (4 if ranked else width) * FUSED_ROWS * DIM
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_block_of_points_finds_its_nearest_centres_in_one_search(traces: dict[str, Any]) -> None:
+    found = traces["nearest"]
+    assert found["problems"] == {}
+    assert found["triton"] == {"group_maxima": 1, "group_scores": 1}
+    assert by_function(found["waits"]) == {
+        "FusedScan._asked blocking H2D copy": 1,
+        "FusedScan._candidates nonzero": 2,
+        "FusedScan._ranked item": 1,
+        "FusedScan._answer blocking D2H copy": 3,
+    }
