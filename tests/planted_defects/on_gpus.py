@@ -3,6 +3,7 @@
 from planted_defects.defect import Defect
 
 _SEARCH, _SEARCH_KERNELS = "plsc/index/triton_scan.py", "plsc/index/triton_scan_kernels.py"
+_POINTS_SEARCH = "plsc/cluster/scan.py"
 _PASSES, _STORED = "plsc/head/backends/triton_pass_kernels.py", "plsc/head/backends/triton_stored_kernels.py"
 _KEPT, _KEPT_TESTS = "plsc/head/backends/kept_exponentials.py", "tests/head/test_kept_exponentials.py"
 
@@ -195,5 +196,19 @@ ON_GPUS = (
         "        backend.stored_from = replace(found, is_wide=False)\n",
         "",
         ("tests/head/test_triton_shape.py",),
+    ),
+    Defect(
+        "a GPU without enough memory ends plsc cluster",
+        _POINTS_SEARCH,
+        'if "out of memory" not in str(error):',
+        'if "out of memory" in str(error):',
+        ("tests/cluster/test_scan.py",),
+    ),
+    Defect(
+        "plsc cluster searches on a GPU whose kernels are not trusted, by torch and one point after another",
+        _POINTS_SEARCH,
+        'if scan.backend == "triton":',
+        "if scan.backend:",
+        ("tests/cluster/test_scan.py",),
     ),
 )
