@@ -11,9 +11,12 @@ from plsc.cluster import balanced, folder, scan
 from plsc.cluster.assignment import Assigner, Points, nearest
 from plsc.cluster.balanced import balanced_labels
 from plsc.cluster.graph import neighbour_graph
+from plsc.cluster.kmeans import KMeans, KMeansOptions
 from plsc.cluster.means import Sums
 from plsc.cluster.scan import Scan, SearchDevice
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
+from plsc.errors import DataError
 from plsc.index import triton_scan
 from plsc.index.scan import ExactScan
 from plsc.parallel import init, mesh
@@ -161,18 +164,39 @@ def test_other_errors_of_a_gpu_are_told(gpu, monkeypatch):
 
 
 def test_each_process_of_the_command_takes_the_gpu_of_its_number(tmp_path, monkeypatch, capsys):
-    """As far as the command asks for one: the set is too small to be searched there."""
-    gpus = [2]
+    gpus, taken = [2], []
+
+    def cluster(*_, where, **__):
+        taken.append(where.device)
+        raise DataError("that is all")
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus[-1])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU as {device}")
     monkeypatch.setattr(mesh, "init", lambda device: mesh.Mesh(0, 1, 1, torch.device(device)))
+    monkeypatch.setattr(folder, "cluster", cluster)
     write_embedding_set(tmp_path / "set.emb", drawn(50), contract_id="c")
     arguments = ["cluster", str(tmp_path / "set.emb"), "--k", "3", "--out", str(tmp_path / "out")]
-    with patch.object(folder, "Points", side_effect=Points) as points:
-        assert main(arguments) == 0
-    assert points.call_args.args[3].device == torch.device("cuda", 1)
+    assert main(arguments) == 1
+    assert taken == [torch.device("cuda", 1)]
     assert "cluster: large searches run on a GPU as cuda:1\n" in capsys.readouterr().err
     gpus.append(1)
-    assert main([*arguments, "--overwrite"]) == 2
+    assert main(arguments) == 2
     assert "local rank 1 has no GPU (1 here); start fewer ranks, or hide the GPUs" in capsys.readouterr().err
+
+
+def test_all_parts_of_k_means_search_on_the_device_that_they_are_given(tmp_path):
+    """Also those that make points of their own: the cells of the first centres, and mini-batches."""
+    random, where, asked = np.random.default_rng(0), SearchDevice(), []
+
+    def takes(self, rows, k, queries):
+        asked.append((len(rows), queries))
+        assert self is where
+        return False
+
+    write_embedding_set(tmp_path / "set.emb", random.standard_normal((1100, 8)).astype(np.float32), contract_id="c")
+    source = EmbeddingSet(tmp_path / "set.emb")
+    options = KMeansOptions(1001, iterations=1, mini_batch=200)
+    with patch.object(SearchDevice, "takes", takes):
+        KMeans(Points(source, where=where), source, options, tmp_path, init("cpu"), quiet=True).fit()
+    assert {(32, 1100), (1001, 200), (1001, 1100)} <= set(asked)
