@@ -1,7 +1,8 @@
 """Exact searches in centres, or in the points themselves, for many points: on a GPU where that pays, else on the CPU.
 
 Both answer by the float64 ranking, ties by number (:mod:`plsc.index.scan`), so that clusters do not depend on the
-device.
+device. Of different rows whose sums are apart by less than float64's rounding, either may come first, as on CPUs with
+and without a compiler.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from plsc.native.scan import load_scan
 from plsc.progress import warn
 
 _QUERIES = 512  # that a CPU searches for at once: their panels stay in the second-level cache
-# On a GPU, whose scan cuts them by their memory: at D = 512 into two calls, each with eight waits of the host.
+# On a GPU, whose scan cuts them by their memory: at D = 512 into two calls, each with seven waits of the host.
 _GPU_QUERIES = 4096
 
 

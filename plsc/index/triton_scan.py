@@ -147,11 +147,9 @@ class FusedScan:
         if not has_groups(len(self._copy.vectors), k):
             answer: tuple[Float32, Int64] = self.by_torch.search(queries, k, allowed, count)
             return answer
-        mask = (
-            None
-            if allowed is None
-            else torch.from_numpy(np.require(allowed, requirements="W")).view(torch.uint8).to(self._copy.device)
-        )
+        mask = None
+        if allowed is not None:
+            mask = torch.from_numpy(np.require(allowed, requirements="W")).view(torch.uint8).to(self._copy.device)
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
         step = max(1, min(_MAXIMA // groups, _PAIRS // (2 * _LEAST_GROUPS * k)))
