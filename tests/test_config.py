@@ -32,6 +32,8 @@ def other_value(entry: Key) -> Any:
     """A value of the key's type that is not its default and within its limits."""
     if entry.name == "backbone":
         return "mobilefacenet"
+    if entry.name == "head.exponentials_memory":
+        return "1.5 GiB"
     if entry.name in ("head.m", "head.m1", "head.norm_high"):  # their margins bound them
         return 120.0 if entry.name == "head.norm_high" else 1.5
     if entry.name in ("data.image_size", "data.mean", "data.std"):  # [data] bounds them together

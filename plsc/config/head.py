@@ -95,7 +95,7 @@ class HeadConfig:
     weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
     momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
     fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
-    exponentials_memory: str = key("")
+    exponentials_memory: str | None = key(None)
     placement: str = key("device")
 
     def refusals(self, run: "Config") -> Iterator[str]:

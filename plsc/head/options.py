@@ -86,7 +86,7 @@ class TableOptions:
     placement: str = "device"
     backend: str | None = None
     fp32_precision: str = "ieee"
-    exponentials_memory: int | str = 0
+    exponentials_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -102,11 +102,11 @@ class TableOptions:
             raise UsageError(f'placement {self.placement!r} leaves no gradient of the whole table: give update="fused"')
 
 
-def exponentials_bytes(amount: int | str, name: str = "the head's exponentials_memory") -> int:
-    """Bytes for exponentials, 0 where ``amount`` is "" or 0; UsageError where it is no amount."""
+def exponentials_bytes(amount: int | str | None, name: str = "the head's exponentials_memory") -> int:
+    """Bytes for exponentials, 0 where ``amount`` is None; UsageError where it is none."""
     if isinstance(amount, str):
-        return parse_memory(amount, name, examples='"8GiB" or "500MB"') if amount else 0
-    return as_integer(amount, name, 0)
+        return parse_memory(amount, name, examples='"8GiB" or "500MB"')
+    return 0 if amount is None else as_integer(amount, name, 0)
 
 
 # Each keyword with the group that has it, imported when the keyword is given.

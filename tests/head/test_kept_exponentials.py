@@ -160,7 +160,7 @@ def test_bfloat16_rounds_once_more():
     [
         (16, {}, CLASSES),
         (16, {"exponentials_memory": 0}, 0),
-        (16, {"exponentials_memory": ""}, 0),
+        (16, {"exponentials_memory": None}, 0),
         (16, {"exponentials_memory": "1KiB"}, 8),
         (15, {}, 0),
         (16, {"centers": 2}, 0),
@@ -185,7 +185,7 @@ def test_what_is_kept_waits_for_the_update_alone(batch, options, kept):
         head(problem[1].clone().requires_grad_(), problem[2]).backward()
 
 
-@pytest.mark.parametrize("amount", ["8 apples", "-1GB", -5, 1.5, True])
+@pytest.mark.parametrize("amount", ["8 apples", "", "-1GB", -5, 1.5, True])
 def test_what_is_no_amount_is_refused(amount):
     with pytest.raises(UsageError, match="exponentials_memory"):
         plsc.ShardedHead(8, 10, exponentials_memory=amount)
