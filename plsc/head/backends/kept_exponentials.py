@@ -5,7 +5,8 @@ with p = scale·exp(z)/Z. So exp(z)·ρ times the samples' scale/Z·x̂ is ρ ti
 Three of a step's four products are left, for a number of the table's dtype per class and sample, which stay from the
 forward to the update. Targets are entered before the product, as everywhere: exp(z) and its share would cancel.
 
-Both factors of the product are rounded to the table's dtype: p and x̂ without it, here exp(z)·ρ and scale/Z·x̂.
+Both factors of the product are rounded to the table's dtype: p and x̂ without it, here exp(z)·ρ and scale/Z·x̂. The
+latter loses digits where Z nears the largest float32: at s = 64, if 10 million classes and more lie on one embedding.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ class KeptExponentials:
         """Room for as many whole chunks as ``memory`` bytes hold, of a batch whose exponentials have no maximum off.
 
         None where there is none, with several centres or labels, logits that are not s·cos, and numbers of samples
-        that are no multiple of 8.
+        that are no multiple of 8: rows of bfloat16 would not begin at whole 16 bytes.
         """
         size, width = len(batch.features), batch.features.dtype.itemsize
         is_plain = batch.position.dim() == 1 and batch.negatives is None and not batch.margin.changes_negatives
