@@ -13,6 +13,8 @@ from plsc.errors import UsageError
 from plsc.head import backends
 from plsc.head.backends import HeadShape, choose_backend
 from plsc.head.backends.torch_backend import Batch, PassInputs
+from plsc.head.backends.triton_backend import TritonBackend
+from plsc.head.backends.triton_shape import NEVER, Threshold
 from plsc.head.class_table import ClassRows
 from plsc.native import build, head_kernels
 
@@ -68,6 +70,10 @@ def test_a_head_says_whether_it_keeps_exponentials():
     assert choose_backend(keeping, "torch").describe() == "torch backend: requested; keeps exponentials in 1.5 GiB"
     compiled_alone = choose_backend(shape(), "cpu").describe()
     assert choose_backend(keeping, "cpu").describe() == f"{compiled_alone}; its passes keep no exponentials"
+    for samples, says in ((NEVER, "its passes keep no exponentials"), (256, "keeps exponentials in 1.5 GiB")):
+        triton = TritonBackend("here", dim=64, with_passes=True, stored_from=Threshold(samples, "measured"))
+        triton.exponentials_memory = keeping.exponentials_memory
+        assert f"; {says}" in triton.describe()
 
 
 def test_tables_and_devices_without_kernels_are_pytorchs():

@@ -144,10 +144,7 @@ def _check_wide(backend: TritonBackend, found: Threshold, shape: HeadShape) -> N
 def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
     """:func:`choose_backend` without a look at what the kernels compute."""
     backend = _selected(shape, requested)
-    if shape.exponentials_memory and isinstance(backend, CpuBackend) and backend.takes_passes:
-        backend.reason += "; its passes keep no exponentials"
-    else:
-        backend.exponentials_memory = shape.exponentials_memory
+    backend.exponentials_memory = shape.exponentials_memory
     return backend
 
 

@@ -55,6 +55,11 @@ class CpuBackend(TorchBackend):
             table, s = _kernel_rows(chunk), batch.margin.s
             yield chunk, kernels.gradient(table, packed, s, chunk.start, (log_z, scale, target_grad), scratch)
 
+    @property
+    def keeps_exponentials(self) -> bool:
+        """See :attr:`TorchBackend.keeps_exponentials`."""
+        return not self.takes_passes
+
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
 

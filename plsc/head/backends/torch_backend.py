@@ -185,8 +185,17 @@ class TorchBackend:
 
     def describe(self) -> str:
         """The choice and its reason in one line."""
-        note = f"; keeps exponentials in {self.exponentials_memory / 2**30:.3g} GiB" if self.exponentials_memory else ""
-        return f"{self.name} backend: {self.reason}{note}"
+        text = f"{self.name} backend: {self.reason}"
+        if not self.exponentials_memory:
+            return text
+        if not self.keeps_exponentials:
+            return f"{text}; its passes keep no exponentials"
+        return f"{text}; keeps exponentials in {self.exponentials_memory / 2**30:.3g} GiB"
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether its passes take :attr:`exponentials_memory`, where the head is one whose exponentials are kept."""
+        return True
 
     def first_pass(
         self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool, keeps: bool = False

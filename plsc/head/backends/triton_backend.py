@@ -76,6 +76,11 @@ class TritonBackend(TorchBackend):
         """See :meth:`TorchBackend.describe`."""
         return super().describe() + (f"; {self.stored_from}" if self.stored_from is not None else "")
 
+    @property
+    def keeps_exponentials(self) -> bool:
+        """See :attr:`TorchBackend.keeps_exponentials`."""
+        return not self.takes_passes or (self.stored_from is not None and self.stored_from.samples < NEVER)
+
     def in_shape(self, *, stored: bool, is_wide: bool = False) -> "TritonBackend":
         """Return a backend that stores logits of every batch, or of none; its name says so.
 
