@@ -132,9 +132,10 @@ def _second(step: _Step) -> int:
 
 def _kept_second(step: _Step, *, divides: bool) -> int:
     """Pass 2 of rows whose exponentials were kept: those are read, gradients of batches added, and maybe divided."""
-    added = 12 * (step.micro_batches - 1) + (8 if divides or step.shape(2) == "plain" else 0)
-    gradient = step.dim * (_FLOAT + added) + _FLOAT
-    return step.reused * (step.width * step.batch * step.micro_batches + gradient)
+    batches = step.micro_batches
+    number = _FLOAT * batches + 12 * (batches - 1) + (8 if divides or step.shape(2) == "plain" else 0)
+    gradient = step.dim * number + _FLOAT
+    return step.reused * (step.width * step.batch * batches + gradient)
 
 
 def _updated(step: _Step) -> int:
