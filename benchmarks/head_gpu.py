@@ -325,7 +325,7 @@ def time_whole_step(clock: Clock, classes: int, batches: list[int], dim: int, ta
     print(f"made {classes:,} classes in {time.monotonic() - start:.1f} s; {head.backend.describe()}", flush=True)
     for batch in batches:
         x, y = checks.some_batch(clock.device, classes, dim, batch)
-        for memory in (0, _memory_left(clock.device)):
+        for memory in dict.fromkeys((0, _memory_left(clock.device))):
             head.backend.exponentials_memory, peak = memory, Peak(clock.device)
             spent = in_turn(clock, {"step": partial(training_step, head, optimizer, x, y)}, ROUNDS).get("step")
             if spent:

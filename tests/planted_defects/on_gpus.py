@@ -151,7 +151,7 @@ ON_GPUS = (
     Defect(
         "kept exponentials: a target pulls as if its row had length 1",
         _KEPT,
-        "(pull * chunk.inverse_norm[nearest])",
+        "(pull * chunk.inverse_norm[place])",
         "pull",
         (_KEPT_TESTS,),
     ),

@@ -85,8 +85,8 @@ class KeptSecondPass:
         for each, (batch, pull) in zip(weights, self._batches, strict=True):
             if each is None:
                 return None
-            nearest = (batch.position - chunk.start).clamp(0, len(each) - 1)
-            batch.scatter_targets(chunk, each, (pull * chunk.inverse_norm[nearest]).to(each.dtype))
+            place = (batch.position - chunk.start).clamp(0, len(each) - 1)  # of targets elsewhere nothing is taken
+            batch.scatter_targets(chunk, each, (pull * chunk.inverse_norm[place]).to(each.dtype))
             gradient = product(each, batch.features, self._precision)
             total = gradient if total is None else total.add_(gradient)
         return total

@@ -32,9 +32,9 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": {"BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_D": 32},
 }
 _PROGRAMS = 2  # for each of the device's processors
-# Blocks of twice the samples. At D = 512 a block of 128 x 128 reads 256 KB for its 17 million multiply-adds: on an
-# H100 the second-level cache gives that to all processors at about a half of the rate at which they multiply. These
-# read three quarters as much, and one program fills a processor. Which is faster is measured (triton_shape.py).
+# Blocks of twice the samples. At D = 512 a block of 128 x 128 reads 256 KB for its 17 million operations: on an H100
+# the second-level cache gives that to all processors at about a half of the rate at which they multiply. These read
+# three quarters as much, and one program fills a processor. Which is faster is measured (triton_shape.py).
 WIDE_SAMPLES = 256
 _WIDE_BLOCKS: dict[str, dict[str, Any]] = {
     "sm_90": {"BLOCK_B": WIDE_SAMPLES, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3},
@@ -147,7 +147,7 @@ def has_wide_blocks(kind: str, dtype: torch.dtype, dim: int, centers: int) -> bo
 
 def _fills_wide_blocks(kind: str, samples: int) -> bool:
     """Whether few places of wide blocks are left empty by so many samples."""
-    block = _WIDE_BLOCKS[kind]["BLOCK_B"] if kind in _WIDE_BLOCKS else samples
+    block: int = _WIDE_BLOCKS[kind]["BLOCK_B"]
     return -samples % block <= _EMPTY_SHARE * samples
 
 
