@@ -145,14 +145,16 @@ def test_kept_exponentials_spare_a_quarter_of_the_products_and_take_their_memory
         (1024, {"centers": 3}),
         (1024, {"margin": "curricularface"}),
         (1024, {"exponentials_memory": "1MB"}),  # less than a chunk
+        (1024, {"frozen": {"rows": "all"}}),  # which no second pass follows
     ],
     ids=str,
 )
 def test_exponentials_that_are_not_kept_take_no_memory(batch, head):
     given = {"exponentials_memory": "21GB", **head}
-    kept = estimate(one_rank(settings(batch=batch, head=given), 1_000_000), CARD)
+    more = {"frozen": given.pop("frozen")} if "frozen" in given else {}
+    kept = estimate(one_rank(settings(batch=batch, head=given, **more), 1_000_000), CARD)
     del given["exponentials_memory"]
-    without = estimate(one_rank(settings(batch=batch, head=given), 1_000_000), CARD)
+    without = estimate(one_rank(settings(batch=batch, head=given, **more), 1_000_000), CARD)
     assert (kept.memory, kept.timing) == (without.memory, without.timing)
 
 

@@ -77,6 +77,13 @@ class Normalized:
         """Derivatives of the batch's loss by the targets' cosines, ``slope`` being dφ/dcos."""
         return self.by_logit * slope * scale
 
+    def scale_of_passes(self, scale: Tensor | float) -> Tensor:
+        """Derivatives (n,) of the batch's loss by a negative's cosine, divided by its probability."""
+        by_sample = torch.empty_like(self.log_z).fill_(scale)
+        if self.weights is not None:
+            by_sample *= self.weights
+        return by_sample
+
 
 class OneLabel:
     """The steps of a softmax that depend on the labels' form; others derive from it, and change what they need.
@@ -238,9 +245,9 @@ class ShardedSoftmax:
         if self.negatives is not None:
             batch = replace(batch, negatives=self.negatives.of_batch(local_targets, self.mesh.head))
         batch, labels, parts = form.of_passes(batch, gathered.labels)
-        partial = self.backend.first_pass(
-            rows, batch, self.chunk_size(len(batch.position)), with_grad=differentiate, keeps=training
-        )
+        size = self.chunk_size(len(batch.position))
+        keeps = training and not (self.table.kept is not None and self.table.kept.are_all)  # else no pass 2 follows
+        partial = self.backend.first_pass(rows, batch, size, with_grad=differentiate, keeps=keeps)
         maximum, total, *sums = self._sum_over_shards(partial, *(form.columns(cos) if target is None else ()))
         if target is None:
             cos = form.of_columns(sums, cos)
@@ -250,15 +257,12 @@ class ShardedSoftmax:
         loss, count = self._mean(normalized, gathered.total)
         scale = self.margin.s / count
         target_grad = normalized.target_grad(target.slope, scale)
-        by_sample = torch.empty_like(normalized.log_z).fill_(scale)
-        if normalized.weights is not None:
-            by_sample *= normalized.weights
         pending = PendingBackward(
             batch,
             labels,
             selected,
             normalized.log_z,
-            by_sample,
+            normalized.scale_of_passes(scale),
             form.target_grad_of_passes(target_grad),
             self.table.version,
             gathered.largest * parts,

@@ -192,7 +192,7 @@ def _kept_exponentials(run: PlanConfig, device: Device) -> int:
     head = run.config.head
     memory, margin = exponentials_bytes(head.exponentials_memory), make_margin(head)
     unusual = margin.changes_negatives or margin.separates_positives or run.filter_rows or head.centers > 1
-    if not memory or unusual or run.group_batch % ALIGNED or device.kind != "cuda":
+    if not memory or unusual or run.group_batch % ALIGNED or device.kind != "cuda" or not run.updated_rows:
         return 0
     if pass_shape(run, device, 1) == "fused" or not is_bounded(margin, run.classes):
         return 0
