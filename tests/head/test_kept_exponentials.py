@@ -185,13 +185,6 @@ def test_what_is_kept_waits_for_the_update_alone(batch, options, kept):
         head(problem[1].clone().requires_grad_(), problem[2]).backward()
 
 
-def test_a_table_that_no_step_changes_keeps_none():
-    problem = make_problem(CLASSES, BATCH)
-    head = make_head(ONE, problem, exponentials_memory=ALL, frozen_rows="all")
-    head(problem[1].clone().requires_grad_(), problem[2]).backward()
-    assert [each.exponentials for each in head.softmax.pending.batches] == [None]
-
-
 @pytest.mark.parametrize("amount", ["8 apples", "", "-1GB", -5, 1.5, True])
 def test_what_is_no_amount_is_refused(amount):
     with pytest.raises(UsageError, match="exponentials_memory"):

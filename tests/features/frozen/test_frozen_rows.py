@@ -157,3 +157,10 @@ def test_tritons_updates_leave_frozen_rows(interpreter):
         assert torch.equal(new[10:30], old[10:30])
         assert relative_error(new[30:], expected[30:]) < 2e-2  # in the second step others' rows are not what they were
         assert not torch.equal(new[30:], old[30:])
+
+
+def test_a_table_that_no_step_changes_keeps_no_exponentials():
+    problem = make_problem(53, 16)
+    head = make_head(ONE, problem, exponentials_memory="1MiB", frozen_rows="all")
+    head(problem[1].clone().requires_grad_(), problem[2]).backward()
+    assert [each.exponentials for each in head.softmax.pending.batches] == [None]
