@@ -17,6 +17,7 @@ On several machines, start it under torchrun, with OUT on a file system that all
 
 import argparse
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,22 @@ def _embed(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
             provider=args.provider,
         )
         images = open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector)
-        if args.faces == "all":
-            images = every_face(images, mesh, workers)
-        summary = extract(
-            embedder,
-            images,
-            folder,
-            mesh,
-            batch_size=args.batch_size or default_batch_size(mesh.device),
-            workers=workers,
-            flip=args.flip,
-            dtype=args.dtype,
-            precision=embedder.precision,
-            overwrite=args.overwrite and folder == args.out,
-            restart=args.overwrite and folder != args.out,
-        )
+        faces = args.out.with_name(f".{args.out.name}.faces")  # that were found, until the set is complete
+        found = every_face(images, mesh, workers, faces) if args.faces == "all" else nullcontext(images)
+        with found as shown:
+            summary = extract(
+                embedder,
+                shown,
+                folder,
+                mesh,
+                batch_size=args.batch_size or default_batch_size(mesh.device),
+                workers=workers,
+                flip=args.flip,
+                dtype=args.dtype,
+                precision=embedder.precision,
+                overwrite=args.overwrite and folder == args.out,
+                restart=args.overwrite and folder != args.out,
+            )
     return {"out": str(args.out), "precision": embedder.precision, **summary} if mesh.is_main else None
 
 

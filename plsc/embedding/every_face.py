@@ -1,6 +1,11 @@
 """Every face of whole pictures as a data set of its own: a row for each face, the largest of a picture first."""
 
-from collections.abc import Sequence
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,13 +13,16 @@ from torch.utils.data import Dataset
 
 from plsc.data import ImageDataset
 from plsc.data.alignment import AlignedImages, align_face
-from plsc.data.loader import map_in_workers
+from plsc.data.identity import contents_id, samples_id
+from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import DetectedLandmarks
-from plsc.errors import PlscError, UsageError
+from plsc.errors import DataError, PlscError, UsageError
+from plsc.files import atomic_write, make_folder
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object
+from plsc.parallel.collectives import all_gather_object, on_main
 from plsc.progress import Progress
+from plsc.regular_files import map_npy
 
 
 class EveryFace(AlignedImages):
@@ -79,23 +87,78 @@ class _Finder(Dataset[Float32]):
             return np.empty((0, 5, 2), np.float32)
 
 
-def every_face(images: ImageDataset, mesh: Mesh, workers: int) -> EveryFace:
+class _FaceBlocks:
+    """The faces of pictures, kept in ``folder`` block by block: a call that was killed looks for no others again.
+
+    Blocks depend on the number of pictures alone. The name of one is a hash of the detector and of the pictures, their
+    files' sizes and times included: one of other pictures is not found.
+    """
+
+    def __init__(self, folder: Path, images: AlignedImages) -> None:
+        self._folder, self._images, self._id = folder, images, samples_id(images)
+        self._rows = 1 << min(max((len(images) // 256).bit_length(), 4), 10)  # some 256 blocks, of 16 to 1,024 pictures
+
+    def __len__(self) -> int:
+        return -(-len(self._images) // self._rows)
+
+    def rows(self, block: int) -> range:
+        """The pictures of ``block``."""
+        return range(block * self._rows, min((block + 1) * self._rows, len(self._images)))
+
+    def path(self, block: int) -> Path:
+        """Where the faces of ``block`` are kept: float32 (faces, 11), a picture's place in the block and 5 points."""
+        rows = self.rows(block)
+        name = f"{self._id} {rows} {contents_id(self._images, rows.start, rows.stop)}"
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npy"
+
+    def read(self, block: int) -> list[Float32] | None:
+        """The landmarks (n, 5, 2) of the faces in each picture of ``block``; None where they are not kept whole."""
+        try:
+            faces = map_npy(self.path(block), "faces")
+        except DataError:
+            return None
+        return [faces[faces[:, 0] == place, 1:].reshape(-1, 5, 2) for place in range(len(self.rows(block)))]
+
+    def write(self, block: int, landmarks: Sequence[Float32]) -> None:
+        """Keep the landmarks (n, 5, 2) of the faces in each picture of ``block``; raises :class:`UsageError`."""
+        places = np.repeat(np.arange(len(landmarks), dtype=np.float32), [len(points) for points in landmarks])
+        faces = np.column_stack([places, np.concatenate(landmarks).reshape(-1, 10)])
+        with atomic_write(self.path(block)) as tmp_path, tmp_path.open("wb") as file:
+            np.save(file, faces.astype(np.float32), allow_pickle=False)
+
+
+@contextmanager
+def every_face(images: ImageDataset, mesh: Mesh, workers: int, folder: Path) -> Iterator[EveryFace]:
     """Find all faces in the pictures of ``images``; the ranks share the work, and all call.
 
     Args:
         images: what :func:`plsc.embedding.sources.open_images` opened with a detector.
         workers: decoding processes of each rank.
+        folder: keeps what was found, for a call that goes on with a killed one; removed where the block ends well.
 
     Raises:
-        UsageError: they were opened without.
+        UsageError: they were opened without; or ``folder`` cannot be written.
     """
     if not isinstance(images, AlignedImages) or not isinstance(images.locate, DetectedLandmarks):
         raise UsageError("--faces all needs --detector, which finds them")
-    own = range(mesh.rank, len(images), mesh.world_size)
-    progress, found = Progress("finding faces", len(own), quiet=not mesh.is_main), []
-    for points in map_in_workers(_Finder(images.pictures, images.locate), own, workers):
-        found.append(points)
-        progress.advance(1)
+    on_main(lambda: make_folder(folder), mesh)
+    blocks = _FaceBlocks(folder, images)
+    own = range(mesh.rank, len(blocks), mesh.world_size)
+    found = {block: landmarks for block in own if (landmarks := blocks.read(block)) is not None}
+    missing = [block for block in own if block not in found]
+    pictures = sum(len(blocks.rows(block)) for block in own)
+    done = sum(map(len, found.values()))
+    progress = Progress("finding faces", pictures, done=done, quiet=not mesh.is_main)
+    rows = [row for block in missing for row in blocks.rows(block)]
+    with report_killed_workers():
+        finder = iter(map_in_workers(_Finder(images.pictures, images.locate), rows, workers if rows else 0))
+        for block in missing:
+            found[block] = []
+            for points in islice(finder, len(blocks.rows(block))):
+                found[block].append(points)
+                progress.advance()
+            blocks.write(block, found[block])
     progress.finish()
-    parts = all_gather_object(found, mesh)
-    return EveryFace(images, [parts[row % mesh.world_size][row // mesh.world_size] for row in range(len(images))])
+    every = {number: part for parts in all_gather_object(found, mesh) for number, part in parts.items()}
+    yield EveryFace(images, [points for block in range(len(blocks)) for points in every[block]])
+    on_main(lambda: shutil.rmtree(folder), mesh)

@@ -1,6 +1,9 @@
 """plsc embed on whole pictures: aligned by a file of landmarks or by a detector, as if the crops had been given."""
 
 import json
+import os
+import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow
@@ -13,8 +16,10 @@ from support.scrfd import stand_in
 from plsc import models
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import read_image
+from plsc.embedding.detector import DetectedLandmarks
 from plsc.embedding.embedder import open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.errors import DataError
 from plsc.tools.entry import main
 
 pytestmark = pytest.mark.live
@@ -184,6 +189,54 @@ def test_every_face_has_its_pictures_metadata(scene, crowd, tmp_path):
     made = EmbeddingSet(tmp_path / "emb")
     assert list(made.keys) == ["a.png#1", "a.png#2", "b.png", "c/c.png#1"]
     assert [made.metadata(row) for row in range(4)] == [{"site": site} for site in "xxyz"]
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The names of the pictures that the detector was given; it fails at that number ``searched.limit``."""
+
+    class Searched(list):
+        limit = 1 << 20
+
+    names, whole = Searched(), DetectedLandmarks.numbered
+
+    def numbered(self, image, name="image"):
+        names.append(name)
+        if len(names) > names.limit:
+            raise MemoryError
+        return whole(self, image, name)
+
+    monkeypatch.setattr(DetectedLandmarks, "numbered", numbered)
+    return names
+
+
+def test_faces_that_a_killed_call_found_are_not_looked_for_again(scene, crowd, tmp_path, searched):
+    photos, out = tmp_path / "photos", tmp_path / "emb"
+    photos.mkdir()
+    for number in range(20):  # a block of 16, and one of 4
+        shutil.copy(crowd[0] / ["a.png", "c/c.png"][number % 2], photos / f"{number:02}.png")
+    kept = tmp_path / ".emb.faces"
+
+    def searched_by_a_call(code):
+        searched.clear()
+        assert embed_crowd(scene, (photos, None), out, "--faces", "all", "--workers", "0") == code
+        return len(searched)
+
+    searched.limit = 18
+    with pytest.raises(MemoryError):
+        searched_by_a_call(1)
+    assert len(list(kept.iterdir())) == 1
+    searched.limit = 20
+    with patch("plsc.embedding.extract.extract", side_effect=DataError("killed here")):
+        assert searched_by_a_call(1) == 4
+        assert searched_by_a_call(1) == 0
+        os.utime(photos / "00.png", ns=(0, 0))
+        assert searched_by_a_call(1) == 16
+    min(kept.iterdir(), key=lambda path: path.stat().st_size).write_bytes(b"\x93NUMPY")
+    assert searched_by_a_call(0) == 4
+    assert not kept.exists()
+    faces = [(f"{number:02}.png", ("#1", "#2")[: 2 - number % 2]) for number in range(20)]
+    assert list(EmbeddingSet(out, verify=True).keys) == [name + number for name, numbers in faces for number in numbers]
 
 
 def test_every_face_needs_a_detector(scene, tmp_path, capsys):

@@ -241,4 +241,11 @@ EMBEDDING = (
         "path.is_dir()",
         ("tests/embedding/test_embed_tables.py",),
     ),
+    Defect(
+        "faces found in a picture that was replaced since are taken again",
+        "plsc/embedding/every_face.py",
+        "{contents_id(self._images, rows.start, rows.stop)}",
+        "{rows.stop}",
+        ("tests/embedding/test_embed_faces.py",),
+    ),
 )
