@@ -22,8 +22,13 @@ if importlib.util.find_spec("hypothesis") is not None:  # make gpu-day takes an 
 
     # A busy machine is no failure, nor is a folder that a test's examples share.
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
-    hypothesis.settings.register_profile("plsc", deadline=None, suppress_health_check=checks)
+    hypothesis.settings.register_profile("other", deadline=None, suppress_health_check=checks)
+    hypothesis.settings.register_profile("plsc", hypothesis.settings.get_profile("other"), derandomize=True)
     hypothesis.settings.load_profile("plsc")
+    # Examples would hang on the constants of the modules that a process has imported by then.
+    providers = importlib.import_module("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda none=providers._local_constants: none
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
