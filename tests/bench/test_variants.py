@@ -9,9 +9,13 @@ import torch
 from plsc.bench import comparison as comparing
 from plsc.bench.comparison import Comparison, Task
 from plsc.bench.variants import compare_variants, measure_variant, step_counts, variants_of
+from plsc.devices import Peak
 from plsc.errors import UsageError
+from plsc.models import create
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
+from plsc.train import efficiency
+from plsc.train.efficiency import backbone_flops
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 TINY: dict[str, Any] = {"dim": 16, "nproc": 1, "steps": 1, "backbone": "resnet8", "image_size": 32}
@@ -26,10 +30,14 @@ def test_each_backbone_has_its_variants() -> None:
     assert list(variants_of("vit_base")) == ["fp32", "bf16", "compile", "graphs", "fp16", "fp8", "fp8-compile"]
 
 
-def test_a_variant_takes_steps_and_tells_its_utilisation() -> None:
+def test_a_variant_takes_steps_and_tells_its_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(efficiency, "peak_flops", lambda device: Peak(1e12, "fp32"))
     figures = measure_variant(Task("nchw", 30, 4, **TINY), ALONE)
     assert figures["loss"] > 0
-    assert 0 < figures["mfu"] < 1.5  # of the rate of one product, measured, which other work may have slowed
+    with torch.device("meta"):
+        passes = backbone_flops(create("resnet8", embedding_dim=16, image_size=32), 32)
+    of_image = passes.forward + passes.backward + 6 * 16 * 30
+    assert figures["mfu"] == pytest.approx(of_image * 4 / figures["wall_s"] / 1e12)
     assert "launches" not in figures
 
 
