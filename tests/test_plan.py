@@ -145,7 +145,8 @@ def test_kept_exponentials_spare_a_quarter_of_the_products_and_take_their_memory
         (1024, {"centers": 3}),
         (1024, {"margin": "curricularface"}),
         (1024, {"exponentials_memory": "1MB"}),  # less than a chunk
-        (1024, {"frozen": {"rows": "all"}}),  # which no second pass follows
+        # which no second pass follows
+        pytest.param(1024, {"frozen": {"rows": "all"}}, marks=pytest.mark.feature("frozen")),
     ],
     ids=str,
 )
