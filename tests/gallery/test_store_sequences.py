@@ -299,7 +299,7 @@ def test_several_threads_at_once(store: Store) -> None:
 
     def look() -> int:
         looked = 0
-        while not stop.is_set():
+        while not (looked and stop.is_set()):
             for matches, one in zip(store.search(GALLERY, faces(20), k=1), keep, strict=True):
                 assert matches[0].score >= 1 - CLOSE
                 assert matches[0].person == one.id
@@ -310,7 +310,7 @@ def test_several_threads_at_once(store: Store) -> None:
         looker = pool.submit(look)
         given = [id for ids in pool.map(work, range(1, 5)) for id in ids]
         stop.set()
-        assert looker.result() > 0
+        looker.result()
     assert len(set(given)) == len(given) == 40
     assert store.collection(GALLERY).persons == 20 + 20
     agree(store, twin(store), GALLERY, faces(5, 77))
