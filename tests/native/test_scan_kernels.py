@@ -21,7 +21,7 @@ def rows_of(count, dim, seed=0):
 
 
 def oracle(queries, vectors, k, allowed):
-    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    scores = np.einsum("qd,nd->qn", queries.astype(np.float64), vectors.astype(np.float64))  # of equal rows equal
     scores[:, ~allowed] = -np.inf
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
 
