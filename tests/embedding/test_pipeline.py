@@ -62,7 +62,7 @@ def test_the_next_batch_is_read_while_the_model_computes():
         yield Batch(torch.zeros(1, 1), {}, {})
 
     def embed(images):
-        assert second_read.wait(timeout=30)
+        assert second_read.wait(timeout=120)
         return images
 
     assert len(list(embedded_batches(embed, stream(), StallTimes()))) == 2

@@ -163,13 +163,13 @@ def test_a_key_that_another_thread_erases_is_no_failure(opened: Opened, monkeypa
     def slow_sync(table: KeyTable) -> None:
         if not begun.is_set():
             begun.set()
-            erases.wait(30)
+            erases.wait(120)
         sync(table)
 
     monkeypatch.setattr(KeyTable, "erase", slow_erase)
     monkeypatch.setattr(KeyTable, "sync", slow_sync)
     threads[0].start()
-    assert begun.wait(30)
+    assert begun.wait(120)
     threads[1].start()
     for thread in threads:
         thread.join()

@@ -255,7 +255,7 @@ def test_of_two_who_delete_a_snapshot_one_does(live, monkeypatch):
 
     def look_together() -> list[Path]:
         found = list(look())
-        both.wait(10)
+        both.wait(120)
         return found
 
     monkeypatch.setattr(live.service.snapshots, "_paths", look_together)

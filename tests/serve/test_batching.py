@@ -47,7 +47,7 @@ class Device:
     def run(self, payloads: list[Any]) -> list[Any]:
         self.seen.append(list(payloads))
         self.began.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(120)
         if any(payload == "bad" for payload in payloads):
             raise UsageError("bad payload")
         return [payload * 2 for payload in payloads]
@@ -56,7 +56,7 @@ class Device:
 def run(scenario: Callable[[DeviceWorker, Device], Awaitable[Any]], **changes: Any) -> tuple[Any, Device, Log]:
     """What a scenario returns, with the device that it used and the log of its worker, which is closed then."""
     device, log = Device(), Log()
-    limits = Limits(queue=changes.pop("queue", 100), inputs=1, collect_seconds=20.0)
+    limits = Limits(queue=changes.pop("queue", 100), inputs=1, collect_seconds=120.0)
     options: Any = {"max_batch": 8, "max_wait": 0.002, "share": 1.0, "clock": device.clock, **changes}
     options |= {"limits": limits, "observer": log}
     busy = DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
@@ -65,18 +65,18 @@ def run(scenario: Callable[[DeviceWorker, Device], Awaitable[Any]], **changes: A
     return result, device, log
 
 
-def soon(seconds: float = 20) -> float:
+def soon(seconds: float = 120) -> float:
     return time.monotonic() + seconds
 
 
 async def occupied(busy: DeviceWorker, device: Device) -> "asyncio.Task[Any]":
     """Keep the device busy with one task."""
     first = asyncio.create_task(busy.submit("a", 1, 1, soon()))
-    await asyncio.to_thread(device.began.wait, 20)
+    await asyncio.to_thread(device.began.wait, 120)
     return first
 
 
-async def together(busy: DeviceWorker, payloads: list[Any], seconds: float = 20, rows: int = 1) -> list[Any]:
+async def together(busy: DeviceWorker, payloads: list[Any], seconds: float = 120, rows: int = 1) -> list[Any]:
     calls = [busy.submit("a", payload, rows, soon(seconds)) for payload in payloads]
     return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -113,7 +113,7 @@ def test_callers_who_come_again_join_those_who_waited():
         await together(patient, [6])
         await others
 
-    assert run(scenario, max_wait=20)[2].batches == [("a", 1), ("a", 4)]
+    assert run(scenario, max_wait=120)[2].batches == [("a", 1), ("a", 4)]
 
 
 @pytest.mark.live
@@ -303,7 +303,7 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
         def slow(collection: str, queries: Any, **options: Any) -> Any:
             sizes.append(len(queries))
             began.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
             return original(collection, queries, **options)
 
         store.search = slow
@@ -314,7 +314,7 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
 
         threads = [threading.Thread(target=ask) for _ in range(9)]
         threads[0].start()
-        assert began.wait(20)
+        assert began.wait(120)
         for thread in threads[1:]:
             thread.start()
         wait_until(lambda: live.service.worker.waiting("search") == 8)
@@ -324,7 +324,7 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
         go_on.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert answers == [200] * 9
         assert sizes == [1, 8]
 

@@ -136,7 +136,7 @@ def test_a_request_in_hand_is_waited_for(mischief, live, monkeypatch):
         asking = threading.Thread(target=lambda: made.append(hasty.add_person("waiting", "Ada")))
         with held_up(live.service.store, "add_persons") as (entered, _):
             asking.start()
-            assert entered.acquire(timeout=20)
+            assert entered.acquire(timeout=120)
             wait_until(lambda: len(handler.seen) >= 4)
         asking.join()
     assert list(client.persons("waiting")) == made

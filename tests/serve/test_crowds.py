@@ -74,10 +74,10 @@ def test_a_crowd_keeps_nobody_waiting(guarded, kind):
         for _ in range(10):
             drip(connections[-64:])
             assert live.ask("GET", "/v1/info", headers=known).status_code == 200  # on a connection that is known
-            with httpx.Client(base_url=live.server.address, timeout=10) as newcomer:
+            with httpx.Client(base_url=live.server.address, timeout=60) as newcomer:
                 assert newcomer.get("/v1/info", headers=known).status_code == 200
                 assert newcomer.get("/health/live").status_code == 200
-        assert httpx.get(live.server.metrics_address, timeout=10).status_code == 200
+        assert httpx.get(live.server.metrics_address, timeout=60).status_code == 200
         remove_token(live.folder / "tokens.toml", "someone")
         wait_until(lambda: live.ask("GET", "/v1/info", headers=known).status_code == 401)
         live.server.stop()
@@ -199,8 +199,8 @@ def test_files_are_kept_back_for_the_store(tmp_path):
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         place = httpx.URL(address)
-        connections = [socket.create_connection((place.host, place.port), timeout=10) for _ in range(hard + 100)]
-        with httpx.Client(base_url=address, timeout=10) as client:
+        connections = [socket.create_connection((place.host, place.port), timeout=60) for _ in range(hard + 100)]
+        with httpx.Client(base_url=address, timeout=60) as client:
             assert client.post("/v1/collections", json={"name": "staff"}).status_code == 201
             assert client.post("/v1/snapshots").status_code == 201
         assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < hard

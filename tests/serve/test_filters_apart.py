@@ -117,7 +117,7 @@ def test_filters_do_not_delay_plain_searches(live):
     with held_up(live.service.store, "prepare_filter") as (begun, _):
         for thread in threads:
             thread.start()
-        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=120)
         for _ in range(20):
             assert search(live).status_code == 200
             assert live.ask("GET", PLACE).status_code == 200

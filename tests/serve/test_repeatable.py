@@ -167,7 +167,7 @@ def test_while_a_request_is_in_hand_its_key_is_taken(live, place):
     first = threading.Thread(target=lambda: answers.append(keyed(live, f"{place}/persons", person(1), "slow")))
     with held_up(live.service.store, "add_persons") as (entered, _):
         first.start()
-        assert entered.acquire(timeout=20)
+        assert entered.acquire(timeout=120)
         second = keyed(live, f"{place}/persons", person(1), "slow")
     assert (error(second), second.headers["Retry-After"]) == ((409, "conflict"), "1")
     first.join()

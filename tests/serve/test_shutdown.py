@@ -109,7 +109,7 @@ def test_while_it_loads_it_says_so(tmp_path, monkeypatch):
     go_on, opening = threading.Event(), module.open_store
 
     def slow(folder: Path) -> object:
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return opening(folder)
 
     monkeypatch.setattr(module, "open_store", slow)

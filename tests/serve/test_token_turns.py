@@ -121,7 +121,7 @@ def test_large_answers_that_nobody_reads_wait_for_their_turns(guarded, busy):
         head = "GET /v1/collections/large/persons?limit=200 HTTP/1.1\n"
         unread = [closing.enter_context(send(guarded, "reader", head)) for _ in range(11)]
         for _ in range(Limits.store_share):
-            assert began.acquire(timeout=30)
+            assert began.acquire(timeout=120)
         keep_at_work(guarded, busy)
         for served in range(80):
             assert guarded.ask("GET", PLACE, by="other").status_code == 200
@@ -161,9 +161,9 @@ def test_a_filter_finds_a_thread_that_another_token_does_not_have(guarded):
         began, release = closing.enter_context(held_up(guarded.service.store, "prepare_filter"))
         many = [closing.enter_context(send_search(guarded, "camera")) for _ in range(2 * Limits.filtered)]
         for _ in range(Limits.filter_share):
-            assert began.acquire(timeout=30)
+            assert began.acquire(timeout=120)
         many.append(closing.enter_context(send_search(guarded, "other")))
-        assert began.acquire(timeout=30), "that of the other, before those of the camera that wait"
+        assert began.acquire(timeout=120), "that of the other, before those of the camera that wait"
         release.set()
         assert statuses(many) == {b"200"}
 
@@ -176,9 +176,9 @@ def test_the_store_s_threads_are_not_one_token_s(guarded):
             for _ in range(2 * Limits.store_threads)
         ]
         for _ in range(Limits.store_share):
-            assert began.acquire(timeout=30)
+            assert began.acquire(timeout=120)
         many.append(closing.enter_context(send(guarded, "other", f"GET {PLACE} HTTP/1.1\n")))
-        assert began.acquire(timeout=30)
+        assert began.acquire(timeout=120)
         release.set()
         assert statuses(many) == {b"200"}
 
@@ -190,7 +190,7 @@ def test_a_change_passes_those_of_another_token_that_wait(guarded, monkeypatch):
 
     def begin(*args: Any, **options: Any) -> Any:
         begun.append(current_caller().name)
-        assert release.wait(30)
+        assert release.wait(120)
         return add(*args, **options)
 
     monkeypatch.setattr(quotas, "add", begin)
@@ -304,7 +304,7 @@ def test_the_crowded_token_is_told(guarded):
     with contextlib.ExitStack() as closing:
         began, release = closing.enter_context(held_up(guarded.service.store, "search"))
         many = [closing.enter_context(send_json(guarded, "camera", "search", queries)) for _ in range(18)]
-        assert began.acquire(timeout=30)
+        assert began.acquire(timeout=120)
         wait_until(lambda: sum(map(is_answered, many)) >= 4)
         release.set()
         assert statuses([closing.enter_context(send_json(guarded, "other", "search", queries))]) == {b"200"}

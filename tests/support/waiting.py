@@ -13,7 +13,7 @@ from typing import Any
 _GIVEN = set[int]()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Until ``condition`` holds; :class:`AssertionError` if it does not in time, which is for a busy machine."""
     give_up = time.monotonic() + seconds
     while not condition():
@@ -39,7 +39,7 @@ def held_up(owner: Any, method: str) -> Iterator[tuple[threading.Semaphore, thre
 
     def wait(*args: Any, **options: Any) -> Any:
         came.release()
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         return original(*args, **options)
 
     setattr(owner, method, wait)
