@@ -115,6 +115,8 @@ class PendingBatches:
 
     def clear(self) -> None:
         """Remove all batches, after an update or for zero_grad()."""
+        for batch in self.batches:
+            batch.exponentials = None  # whoever holds the loss holds the batch, but has no use for these
         self.batches.clear()
         self._stepped_without_head = ""
 

@@ -15,15 +15,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import TableShape, class_range
 from plsc.head.kept_rows import KeptClasses
-from plsc.head.options import (
-    ATTRIBUTES,
-    KEYWORDS,
-    Options,
-    TableOptions,
-    check_sample_rate,
-    exponentials_bytes,
-    group_of,
-)
+from plsc.head.options import ATTRIBUTES, KEYWORDS, Options, TableOptions, check_sample_rate, group_of
 from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -118,7 +110,7 @@ class ShardedHead(nn.Module):
         self._groups = groups
         self.centers, self.seed, self.update = of_table.centers, of_table.seed, of_table.update
         self.placement, self.fp32_precision = of_table.placement, _to_fp32_precision(of_table.fp32_precision)
-        self.exponentials_memory = exponentials_bytes(of_table.exponentials_memory)
+        self.exponentials_memory = int(of_table.exponentials_memory or 0)  # bytes
         self._weight_dtype, self._requested_backend = storage.weight_dtype, of_table.backend
         self.backend = self._chosen_backend()
         self.class_range = first, stop = self._own_classes()

@@ -498,6 +498,7 @@ class HeadLoss(torch.autograd.Function):
         by_weight = None
         if ctx.dense:
             by_weight = softmax.dense_gradient(pending)
+            pending.exponentials = None
         elif ctx.training:
             softmax.pending.add(pending)
         # data parallelism averages gradients over the ranks; the factor makes that average the sum of their parts

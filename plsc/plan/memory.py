@@ -194,7 +194,7 @@ def _kept_exponentials(run: PlanConfig, device: Device) -> int:
     unusual = margin.changes_negatives or margin.separates_positives or run.filter_rows or head.centers > 1
     if not memory or unusual or run.group_batch % ALIGNED or device.kind != "cuda" or not run.updated_rows:
         return 0
-    if pass_shape(run, device, 1) == "fused" or not is_bounded(margin, run.classes):
+    if pass_shape(run, device, 1) == "fused" or not is_bounded(margin, run.rows_of(1)):
         return 0
     chunk = default_chunk_size(run.group_batch, run.dim, 1, device.kind)
     return kept_classes(memory, run.group_batch * run.weight_width, run.rows_of(1), chunk)
@@ -271,7 +271,8 @@ def _block(run: PlanConfig, device: Device, *, passes: int, updates: bool = True
     """A chunk's scratch: that of the kernels, or of PyTorch's passes; pass 2 may run for a norm, without updates."""
     rows, shape = chunk_rows(run, device, passes=passes), pass_shape(run, device, passes)
     if shape == "stored":
-        return _stored_block(run, rows, passes=passes)
+        kept = _kept_exponentials(run, device) if passes == 1 else reused_exponentials(run, device)
+        return _stored_block(run, rows, passes=passes, all_kept=kept == run.rows_of(passes))
     if shape == "fused":
         return _gradients(run, rows) if passes == 2 else _partial_sums(run)
     if passes == 1:
@@ -280,10 +281,16 @@ def _block(run: PlanConfig, device: Device, *, passes: int, updates: bool = True
     return _plain_block(run, rows, passes=2, copies=0 if device.has_kernels or not updates else _PLAIN_COPIES)
 
 
-def _stored_block(run: PlanConfig, rows: int, *, passes: int) -> int:
-    """A chunk's scratch where kernels store weights, and maybe scores: both, sums, copies of listed rows."""
+def _stored_block(run: PlanConfig, rows: int, *, passes: int, all_kept: bool) -> int:
+    """A chunk's scratch where kernels store weights, and maybe scores: both, sums, copies of listed rows.
+
+    ``all_kept``: weights are in the memory of exponentials, and pass 2 makes no others.
+    """
     samples, dim, width = run.samples_of(passes), run.dim, run.weight_width
-    scratch = rows * samples * sum(stored_widths(run))
+    *scores, weight = stored_widths(run)
+    scratch = rows * samples * (weight * (not all_kept) + sum(scores) * (passes == 1 or not all_kept))
+    if all_kept and passes == 2 and run.micro_batches > 1:
+        scratch += rows * dim * _FLOAT  # a batch's gradient, which is added to those before it
     copied = dim * width if run.is_sampled and run.placement == "device" else 0
     if passes == 2:  # the last chunk's copies live until its rows are updated
         return scratch + min(2 * rows, run.updated_rows) * copied + _gradients(run, rows)

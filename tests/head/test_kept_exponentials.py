@@ -1,6 +1,7 @@
 """Steps whose second pass takes the exponentials that the first one kept: against the oracle, and what keeps none."""
 
 import os
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -183,6 +184,27 @@ def test_what_is_kept_waits_for_the_update_alone(batch, options, kept):
     head.eval()
     with patch.object(KeptExponentials, "fitting", side_effect=AssertionError("an evaluation keeps nothing")):
         head(problem[1].clone().requires_grad_(), problem[2]).backward()
+
+
+@pytest.mark.parametrize("update", ["fused", "autograd"])
+def test_a_loss_that_lives_on_holds_no_exponentials(update):
+    """A loop has its last loss while the next batch's forward runs: memory would hold two batches' exponentials."""
+    problem, made = make_problem(CLASSES, BATCH), []
+    head = make_head(ONE, problem, exponentials_memory=ALL, update=update)
+    optimizer = plsc.HeadSGD(head) if update == "fused" else torch.optim.SGD(head.parameters(), 0.1)
+    fitting = KeptExponentials.fitting
+
+    def noted(*arguments):
+        kept = fitting(*arguments)
+        made.append(weakref.ref(kept.weights))
+        return kept
+
+    with patch.object(KeptExponentials, "fitting", noted):
+        loss = head(problem[1].clone().requires_grad_(), problem[2])
+    loss.backward()
+    optimizer.step()
+    assert loss.grad_fn is not None
+    assert [each() for each in made] == [None]
 
 
 @pytest.mark.parametrize("amount", ["8 apples", "", "-1GB", -5, 1.5, True])

@@ -1,6 +1,7 @@
 """The head's passes and SGD by compiled kernels on a CPU (see :mod:`plsc.native.head_kernels`)."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,14 +43,16 @@ class CpuBackend(TorchBackend):
 
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
-        batch = inputs.batch
+        batch, size = inputs.batch, inputs.chunk_size
+        if self.takes_passes:
+            # a core's cache keeps this many gradients until the update takes them; replicas sum chunk by chunk, also
+            # where one of them has too few samples for the kernels
+            size = kernels.whole_blocks(min(size, kernels.IN_CACHE * torch.get_num_threads()))
         if not self._takes(batch) or inputs.member is not None or inputs.exponentials:
-            yield from super().second_pass(inputs)
+            yield from super().second_pass(replace(inputs, chunk_size=size))
             return
         packed = kernels.PackedBatch(batch.features, batch.position)
         log_z, scale, target_grad = (packed.pad(x.float()) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
-        # a core's cache keeps this many gradients until the update takes them
-        size = kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
         for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s

@@ -69,9 +69,12 @@ class ChunkProducts:
             part.copy_(chunk.table.weight[index])
         return rows
 
-    def rounded_factor(self, values: Tensor) -> Tensor:
-        """``values`` (float32 or float64) rounded to the table's dtype, as a factor. May overwrite ``values``."""
-        rounded = values.to(self._dtype)
+    def rounded_factor(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """``values`` (float32 or float64) rounded to the table's dtype, as a factor. May overwrite ``values``.
+
+        ``out`` of that dtype, if given, holds the rounded values too.
+        """
+        rounded = values.to(self._dtype) if out is None else out.copy_(values)
         return values.copy_(rounded) if self._copies_factors else rounded
 
     def multiply(self, name: str, a: Tensor, b: Tensor) -> Tensor:

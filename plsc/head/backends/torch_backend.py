@@ -234,9 +234,7 @@ class TorchBackend:
             total += exponentials.sum(0, dtype=sum_dtype)
             if grad is not None:
                 weighted = _on_rows(exponentials, logits, rows.centers).mul_(chunk.inverse_norm[:, None])
-                rounded = products.rounded_factor(weighted)
-                if kept is not None and (room := kept.of(chunk)) is not None:
-                    room.copy_(rounded)
+                rounded = products.rounded_factor(weighted, None if kept is None else kept.of(chunk))
                 grad += products.multiply("grad", rounded.t(), weight)
         return PartialSoftmax(maximum, total, grad, kept)
 

@@ -10,6 +10,7 @@ chunks alone: two runs agree.
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,13 +102,12 @@ def gradients(
     by_sample = inputs.log_z.double() * _LOG2_E, inputs.scale, inputs.target_grad
     log_z, scale, target_grad = (values.float().contiguous() for values in by_sample)
     member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
-    kept, scratch = KeptSecondPass(inputs, precision), None
+    kept = KeptSecondPass(inputs, precision)
+    scratch = _Scratch(rows, min(inputs.chunk_size, rows.num_classes), features, precision, is_wide=is_wide)
     for chunk in rows.chunks(inputs.chunk_size):
         if (gradient := kept.gradient(chunk)) is not None:
             yield chunk, gradient, True
             continue
-        size = min(inputs.chunk_size, rows.num_classes)
-        scratch = scratch or _Scratch(rows, size, features, precision, is_wide=is_wide)
         weights = scratch.fill(
             chunk,
             kernels.probabilities if scratch.options is None else kernels.row_probabilities,
@@ -159,6 +159,8 @@ def summed_classes(options: dict[str, Any] | None) -> int:
 class _Scratch:
     """Memory for the weights of a chunk's rows, and for scores that no kernel makes; all chunks of a pass share it.
 
+    It is taken by the first chunk that needs it.
+
     Attributes:
         options: of the kernels that multiply rows; None: the scores are PyTorch's.
     """
@@ -166,20 +168,31 @@ class _Scratch:
     def __init__(
         self, rows: ClassRows, classes: int, features: Tensor, precision: Fp32Precision, *, is_wide: bool
     ) -> None:
-        weight, size, device = rows.weight, len(features), features.device
-        kind, of_table = device_kind(device), (weight.dtype, weight.shape[1], rows.centers)
-        self._is_wide = is_wide and has_wide_blocks(kind, *of_table) and _fills_wide_blocks(kind, size)
+        kind, of_table = device_kind(features.device), (features.dtype, features.shape[1], rows.centers)
+        self._is_wide = is_wide and has_wide_blocks(kind, *of_table) and _fills_wide_blocks(kind, len(features))
         self.options = row_options(kind, *of_table, is_wide=self._is_wide)
-        self._features, self._precision, count = features, precision, classes * rows.centers
+        self._features, self._precision, self._count = features, precision, classes * rows.centers
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        size = len(self._features)
         apart = size if self.options is None else -(-size // ALIGNED) * ALIGNED
-        self._weights = torch.empty(count, apart, device=device, dtype=weight.dtype)[:, :size]
-        if self.options is None:
-            self._scores = torch.empty(count, size, device=device, dtype=torch.float32)
-        elif count:  # made once: the host has to be ahead of kernels; of an empty shard there is nothing to describe
-            self._described = [
-                _described(features, self.options, "BLOCK_B", "BLOCK_D"),
-                _described(self._weights, self.options, "BLOCK_N", "BLOCK_B"),
-            ]
+        return self._features.new_empty(self._count, apart)[:, :size]
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        return self._features.new_empty(self._count, len(self._features), dtype=torch.float32)
+
+    @cached_property
+    def _described_features(self) -> Any:  # once: the host has to be ahead of kernels
+        return _described(self._features, self.options or {}, "BLOCK_B", "BLOCK_D")
+
+    @cached_property
+    def _described_weights(self) -> Any:
+        return self._described_as_weights(self._weights)
+
+    def _described_as_weights(self, weights: Tensor) -> Any:
+        return _described(weights, self.options or {}, "BLOCK_N", "BLOCK_B")
 
     def fill(
         self, chunk: Chunk, kernel: Any, *, with_weights: bool = True, out: Tensor | None = None, **arguments: Any
@@ -192,10 +205,8 @@ class _Scratch:
         arguments |= {"inverse_norm": chunk.inverse_norm, "start": chunk.start, "n": count}
         with torch.cuda.device_of(weights):
             if self.options is not None:
-                features, described = self._described
-                if out is not None:
-                    described = _described(out, self.options, "BLOCK_N", "BLOCK_B")
-                arguments |= {"features": features, "weights": described if with_weights else None}
+                described = self._described_weights if out is None else self._described_as_weights(out)
+                arguments |= {"features": self._described_features, "weights": described if with_weights else None}
                 self._launch_on_rows(kernel, chunk.weight, arguments, self.options)
             else:
                 scores = self._scores[: len(weights)]
