@@ -1,7 +1,6 @@
 """The head's passes and SGD by compiled kernels on a CPU (see :mod:`plsc.native.head_kernels`)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,20 +42,23 @@ class CpuBackend(TorchBackend):
 
     def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
-        batch, size = inputs.batch, inputs.chunk_size
-        if self.takes_passes:
-            # a core's cache keeps this many gradients until the update takes them; replicas sum chunk by chunk, also
-            # where one of them has too few samples for the kernels
-            size = kernels.whole_blocks(min(size, kernels.IN_CACHE * torch.get_num_threads()))
+        batch = inputs.batch
         if not self._takes(batch) or inputs.member is not None or inputs.exponentials:
-            yield from super().second_pass(replace(inputs, chunk_size=size))
+            yield from super().second_pass(inputs)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)
         log_z, scale, target_grad = (packed.pad(x.float()) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
+        size = self.second_pass_classes(inputs)
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
         for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
             yield chunk, kernels.gradient(table, packed, s, chunk.start, (log_z, scale, target_grad), scratch)
+
+    def second_pass_classes(self, inputs: PassInputs) -> int:
+        """See :meth:`TorchBackend.second_pass_classes`: what caches keep until the update, for few samples too."""
+        if not self.takes_passes:
+            return super().second_pass_classes(inputs)
+        return kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
 
     @property
     def keeps_exponentials(self) -> bool:

@@ -40,6 +40,15 @@ def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee", *, out
         return torch.mm(a.float(), b.float(), out=out)
 
 
+def copied_classes(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Pass 2's classes at a time, at most ``classes``. Each has its own gradient: bits do not depend on it."""
+    return min(classes, _COPIED_CLASSES) if _copies_factors(dtype, device) else classes
+
+
+def _copies_factors(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.bfloat16 and device.type == "cpu"
+
+
 class ChunkProducts:
     """:func:`product` for the chunks of one pass, whose memory they share: its peak does not grow with the table.
 
@@ -48,17 +57,13 @@ class ChunkProducts:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, fp32_precision: Fp32Precision = "ieee") -> None:
-        self._copies_factors = dtype == torch.bfloat16 and device.type == "cpu"
+        self._copies_factors = _copies_factors(dtype, device)
         self._dtype, self._fp32_precision = dtype, fp32_precision
         self._buffers: dict[str, Tensor] = {}
 
     def factor(self, name: str, values: Tensor) -> Tensor:
         """``values`` as :meth:`multiply` takes them, valid until the next factor of this name."""
         return self._buffer(name, values.shape).copy_(values) if self._copies_factors else values
-
-    def chunk_size(self, classes: int) -> int:
-        """Pass 2's classes at a time, at most ``classes``. Each has its own gradient: bits do not depend on it."""
-        return min(classes, _COPIED_CLASSES) if self._copies_factors else classes
 
     def rows(self, chunk: Chunk) -> Tensor:
         """The chunk's rows (n·K, D) as a factor, as :meth:`factor` gives them; scattered ones are gathered in parts."""

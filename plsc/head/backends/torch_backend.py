@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plsc.head.backends.kept_exponentials import KeptExponentials, KeptSecondPass
-from plsc.head.backends.products import ChunkProducts, Fp32Precision
+from plsc.head.backends.products import ChunkProducts, Fp32Precision, copied_classes
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
 from plsc.head.kept_rows import kept_rows
 from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, RowState, store
@@ -253,7 +253,7 @@ class TorchBackend:
         log_z, scale, target_grad = (x.to(dtype) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
         products = ChunkProducts(batch.features.dtype, batch.features.device, self._fp32_precision)
         factors, kept = batch.factors(products), KeptSecondPass(inputs, self._fp32_precision)
-        for chunk in inputs.rows.chunks(products.chunk_size(inputs.chunk_size)):
+        for chunk in inputs.rows.chunks(self.second_pass_classes(inputs)):
             if (gradient := kept.unit_gradient(chunk)) is not None:
                 yield chunk, gradient
                 continue
@@ -270,6 +270,11 @@ class TorchBackend:
             batch.scatter_targets(chunk, probabilities, target_grad)
             weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), centers)
             yield chunk, products.multiply("gradient", products.rounded_factor(weighted), factors[0])
+
+    def second_pass_classes(self, inputs: PassInputs) -> int:
+        """Classes of a chunk of pass 2. Replicas sum chunk by chunk: it is the same for any number of samples."""
+        features = inputs.batch.features
+        return copied_classes(inputs.chunk_size, features.dtype, features.device)
 
     def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
         """Run pass 2, and update each chunk's rows as soon as their gradient exists.
