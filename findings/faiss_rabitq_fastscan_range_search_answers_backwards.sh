@@ -7,7 +7,7 @@
 # Seen: 6,000 unit vectors of 64 dimensions, all lists probed, 20 queries with one near neighbour each, at a squared
 # distance of about 0.15. Within 0.5 the index "IVF16,RaBitQ4" finds those 20 and no other, which is exact.
 # "IVF16,RaBitQfs4" finds 119,349 of the 120,000 pairs, and only 2 of the 20. Negative squared distances are
-# among them. Its distances correlate with those of its own search by less than -0.5. Bits per dimension make no
+# among them. Its distances correlate with those of its own search by -0.5 to -0.65. Bits per dimension make no
 # difference: 1, 4 and 8 give the same answer. By inner product, 0.8 finds 10,050 pairs in place of 20.
 # Why: what the tables of the SIMD scan sum up is a part of the distance alone. Factors of query and vector complete it,
 # which search does. range_search is inherited from IndexIVFFastScan, and hands the sums out as they are.
@@ -76,7 +76,7 @@ for metric, radius in ((faiss.METRIC_L2, 0.5), (faiss.METRIC_INNER_PRODUCT, 0.8)
             both = np.array([(everything[key], by_search[key]) for key in by_search])
             correlation = np.corrcoef(both.T)[0, 1]
             print(f"    correlation of its two distances: {correlation:.2f}; the least: {both[:, 0].min():.2f}")
-            assert correlation < -0.5, f"changed: {correlation}"
+            assert correlation < -0.3, f"changed: {correlation}"
             assert both[:, 0].min() < 0 and right < QUERIES / 2, f"changed: {right} of the near ones"
         if "fs" in name:
             assert len(found[name]) > 100 * QUERIES, f"changed: {len(found[name])} pairs"

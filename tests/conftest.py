@@ -27,7 +27,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # make gpu-day takes an 
     hypothesis.settings.load_profile("plsc")
     # Examples would hang on the constants of the modules that a process has imported by then.
     providers = importlib.import_module("hypothesis.internal.conjecture.providers")
-    if hasattr(providers, "_get_local_constants"):
+    if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
         providers._get_local_constants = lambda none=providers._local_constants: none
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
