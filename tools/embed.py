@@ -11,7 +11,8 @@ data.train takes, with or without labels (docs/data.md). Face models expect alig
 image that cannot be read, or has no face or landmarks, becomes an empty row with its error. If the command is stopped,
 or killed, run it again: it resumes, with any number of processes; rows of files that were replaced since (of another
 size or time) are made anew. EMB is the folder of an embedding set, or X.parquet or X.lance, which pandas, DuckDB,
-Spark, LanceDB and plsc itself read. Its rows are in the folder .X.parquet.emb until all are there.
+Spark, LanceDB and plsc itself read. Its rows are in the folder .X.parquet.emb until all are there, and what --faces
+all found is in .EMB.faces.
 On several machines, start it under torchrun, with OUT on a file system that all of them see.
 """
 
