@@ -111,20 +111,22 @@ class _FaceBlocks:
         name = f"{self._id} {rows} {contents_id(self._images, rows.start, rows.stop)}"
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npy"
 
-    def read(self, block: int) -> list[Float32] | None:
-        """The landmarks (n, 5, 2) of the faces in each picture of ``block``; None where they are not kept whole."""
-        try:
-            faces = map_npy(self.path(block), "faces")
-        except DataError:
-            return None
-        return [faces[faces[:, 0] == place, 1:].reshape(-1, 5, 2) for place in range(len(self.rows(block)))]
 
-    def write(self, block: int, landmarks: Sequence[Float32]) -> None:
-        """Keep the landmarks (n, 5, 2) of the faces in each picture of ``block``; raises :class:`UsageError`."""
-        places = np.repeat(np.arange(len(landmarks), dtype=np.float32), [len(points) for points in landmarks])
-        faces = np.column_stack([places, np.concatenate(landmarks).reshape(-1, 10)])
-        with atomic_write(self.path(block)) as tmp_path, tmp_path.open("wb") as file:
-            np.save(file, faces.astype(np.float32), allow_pickle=False)
+def _read_faces(path: Path, pictures: int) -> list[Float32] | None:
+    """The landmarks (n, 5, 2) of the faces in each picture of a block; None where they are not kept whole."""
+    try:
+        faces = map_npy(path, "faces")
+    except DataError:
+        return None
+    return [faces[faces[:, 0] == place, 1:].reshape(-1, 5, 2) for place in range(pictures)]
+
+
+def _write_faces(path: Path, landmarks: Sequence[Float32]) -> None:
+    """Keep the landmarks (n, 5, 2) of the faces in each picture of a block; raises :class:`UsageError`."""
+    places = np.repeat(np.arange(len(landmarks), dtype=np.float32), [len(points) for points in landmarks])
+    faces = np.column_stack([places, np.concatenate(landmarks).reshape(-1, 10)])
+    with atomic_write(path) as tmp_path, tmp_path.open("wb") as file:
+        np.save(file, faces.astype(np.float32), allow_pickle=False)
 
 
 @contextmanager
@@ -144,7 +146,10 @@ def every_face(images: ImageDataset, mesh: Mesh, workers: int, folder: Path) -> 
     on_main(lambda: make_folder(folder), mesh)
     blocks = _FaceBlocks(folder, images)
     own = range(mesh.rank, len(blocks), mesh.world_size)
-    found = {block: landmarks for block in own if (landmarks := blocks.read(block)) is not None}
+    # before pictures are read: one that is replaced meanwhile is of another state than its block's name says
+    paths = {block: blocks.path(block) for block in own}
+    kept = {block: _read_faces(path, len(blocks.rows(block))) for block, path in paths.items()}
+    found = {block: landmarks for block, landmarks in kept.items() if landmarks is not None}
     missing = [block for block in own if block not in found]
     pictures = sum(len(blocks.rows(block)) for block in own)
     done = sum(map(len, found.values()))
@@ -157,8 +162,8 @@ def every_face(images: ImageDataset, mesh: Mesh, workers: int, folder: Path) -> 
             for points in islice(finder, len(blocks.rows(block))):
                 found[block].append(points)
                 progress.advance()
-            blocks.write(block, found[block])
+            _write_faces(paths[block], found[block])
     progress.finish()
     every = {number: part for parts in all_gather_object(found, mesh) for number, part in parts.items()}
     yield EveryFace(images, [points for block in range(len(blocks)) for points in every[block]])
-    on_main(lambda: shutil.rmtree(folder), mesh)
+    on_main(lambda: shutil.rmtree(folder, ignore_errors=True), mesh)

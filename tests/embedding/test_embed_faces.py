@@ -193,10 +193,13 @@ def test_every_face_has_its_pictures_metadata(scene, crowd, tmp_path):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """The names of the pictures that the detector was given; it fails at that number ``searched.limit``."""
+    """The names of the pictures that the detector was given; it fails after ``searched.limit`` of them.
+
+    Each time ``searched.replaced`` counts as another picture.
+    """
 
     class Searched(list):
-        limit = 1 << 20
+        limit, replaced = 1 << 20, None
 
     names, whole = Searched(), DetectedLandmarks.numbered
 
@@ -204,6 +207,8 @@ def searched(monkeypatch):
         names.append(name)
         if len(names) > names.limit:
             raise MemoryError
+        if names.replaced is not None:
+            os.utime(names.replaced, ns=(0, len(names)))
         return whole(self, image, name)
 
     monkeypatch.setattr(DetectedLandmarks, "numbered", numbered)
@@ -231,6 +236,11 @@ def test_faces_that_a_killed_call_found_are_not_looked_for_again(scene, crowd, t
         assert searched_by_a_call(1) == 4
         assert searched_by_a_call(1) == 0
         os.utime(photos / "00.png", ns=(0, 0))
+        assert searched_by_a_call(1) == 16
+        os.utime(photos / "01.png", ns=(0, 0))
+        searched.replaced = photos / "02.png"  # while the block is searched
+        assert searched_by_a_call(1) == 16
+        searched.replaced = None
         assert searched_by_a_call(1) == 16
     min(kept.iterdir(), key=lambda path: path.stat().st_size).write_bytes(b"\x93NUMPY")
     assert searched_by_a_call(0) == 4
