@@ -3,8 +3,8 @@
 Notation: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,7 +29,8 @@ from plsc.head.class_table import (
     default_chunk_size,
     overlapped_chunk_size,
 )
-from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels, target_cosines
+from plsc.head.global_batch import GlobalBatch, LocalTargetRows, gather_batch, gather_labels
+from plsc.head.one_label import Normalized, OneLabel
 from plsc.head.pending import PendingBackward, PendingBatches, concatenated, states, union
 from plsc.head.replica_exchange import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
@@ -49,109 +50,6 @@ class NegativesOfBatches(Protocol):
             targets: the shard's rows of each column of labels.
             mesh: the ranks that share the table; all call.
         """
-
-
-@dataclass(frozen=True)
-class Normalized:
-    """What follows from the sums over all shards, in float64.
-
-    Attributes:
-        losses: (b,), weighted.
-        highest, total: (n,), Z = total·exp(highest), of the n samples of the passes: a negative's probability is
-            exp(z)/Z.
-        log_z: log Z, of the same shape.
-        by_logit: in the shape of the labels, derivatives of the losses by the targets' logits s·φ.
-        count: samples that have a label, of this head group; None: all.
-        weights: (n,) of the samples' losses; None: they are in Z.
-    """
-
-    losses: Tensor
-    highest: Tensor
-    total: Tensor
-    log_z: Tensor
-    by_logit: Tensor
-    count: Tensor | None = None
-    weights: Tensor | None = None
-
-    def target_grad(self, slope: Tensor, scale: Tensor | float) -> Tensor:
-        """Derivatives of the batch's loss by the targets' cosines, ``slope`` being dφ/dcos."""
-        return self.by_logit * slope * scale
-
-    def scale_of_passes(self, scale: Tensor | float) -> Tensor:
-        """Derivatives (n,) of the batch's loss by a negative's cosine, divided by its probability."""
-        by_sample = torch.empty_like(self.log_z).fill_(scale)
-        if self.weights is not None:
-            by_sample *= self.weights
-        return by_sample
-
-
-class OneLabel:
-    """The steps of a softmax that depend on the labels' form; others derive from it, and change what they need.
-
-    A batch of b samples is n of the passes, which are the same here.
-    """
-
-    def cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, list[LocalTargetRows]]:
-        """See :func:`target_cosines`: in the shape of the labels, with the rows of each column of them."""
-        cos, found = target_cosines(rows, features, position)
-        return cos, [found]
-
-    def norms(self, norms: Tensor | None, cos: Tensor) -> Tensor | None:
-        """The embeddings' norms (B,), once for each of the cosines."""
-        return norms
-
-    def at_targets(self, target: TargetLogit, labels: Tensor) -> TargetLogit:
-        """The margin at the ``labels``, with the penalty of each sample (b,)."""
-        return target
-
-    def of_passes(self, batch: Batch, labels: Tensor) -> tuple[Batch, Tensor, int]:
-        """The samples of the passes, their labels, and n/b."""
-        return batch, labels, 1
-
-    def columns(self, cos: Tensor) -> Sequence[Tensor]:
-        """The cosines as columns (n,), which are summed beside the passes' sums."""
-        return [cos]
-
-    def of_columns(self, columns: Sequence[Tensor], like: Tensor) -> Tensor:
-        """What :meth:`columns` took apart, in the shape of ``like``."""
-        return columns[0]
-
-    def normalize(
-        self,
-        margin: Margin,
-        gathered: GlobalBatch,
-        target: TargetLogit,
-        cos: Tensor,
-        sums: tuple[Tensor, Tensor],
-        generator: Callable[[int], torch.Generator],
-    ) -> Normalized:
-        """The losses and derivatives of the head group's samples.
-
-        Args:
-            margin: of the softmax.
-            gathered: the batch.
-            target: the margin at the labels.
-            cos: the labels' cosines.
-            sums: (maximum, total) of all shards (n,) without targets, whose exponentials are added here: exactly once.
-            generator: gives that of this batch for a purpose, equal on all ranks, on the CPU.
-        """
-        logit, (maximum, total) = target.phi * margin.s, sums
-        highest = torch.maximum(maximum, logit)
-        total = total * (maximum - highest).exp() + (logit - highest).exp()
-        log_z = highest + total.log()
-        losses = log_z - logit
-        if target.penalty is not None:
-            losses = losses + target.penalty
-        return Normalized(losses, highest, total, log_z, (logit - log_z).exp() - 1)
-
-    def target_grad_of_passes(self, target_grad: Tensor) -> Tensor:
-        """Derivatives by the labels' cosines, in the shape of the passes' labels."""
-        return target_grad
-
-    def add_targets(self, grad: Tensor, target_grad: Tensor, targets: Sequence[LocalTargetRows]) -> Tensor:
-        """Add the targets' share to the negatives' gradient by the samples of the passes (n, D); returns (b, D)."""
-        targets[0].add_gradient(grad, target_grad)
-        return grad
 
 
 class ShardedSoftmax:
@@ -229,21 +127,12 @@ class ShardedSoftmax:
         training = training and differentiate
         if training:
             self.pending.raise_if_forgotten()
-        uses_norm = self.margin.uses_norm
         gathered = gather_batch(
-            embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes, weights=weights
+            embeddings, labels, self.table, self.mesh, with_norms=self.margin.uses_norm, sizes=sizes, weights=weights
         )
         form = self.forms[gathered.labels.dim()]
         selected, rows = self._select_rows(gathered, training)
-        position = rows.positions(gathered.labels - self.sampler.first)
-        cos, local_targets = form.cosines(rows, gathered.features, position)
-        target: TargetLogit | None = None
-        if self.margin.changes_negatives:  # pass 1 compares them with the targets
-            target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
-        phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
-        batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
-        if self.negatives is not None:
-            batch = replace(batch, negatives=self.negatives.of_batch(local_targets, self.mesh.head))
+        batch, cos, local_targets, target = self._compare_targets(form, rows, gathered, training)
         batch, labels, parts = form.of_passes(batch, gathered.labels)
         size = self.chunk_size(len(batch.position))
         keeps = training and not (self.table.kept is not None and self.table.kept.are_all)  # else no pass 2 follows
@@ -279,8 +168,7 @@ class ShardedSoftmax:
         # In one piece: scattered by samples while pass 1 goes on, each would read the table anew, and leave before 1/Z
         # and the targets' share are known, which come with the sums behind pass 1.
         unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
-        gradient = self._embedding_gradient(embeddings, unit_gradient, target, normalized, gathered, count)
-        return loss, gradient, pending
+        return loss, self._embedding_gradient(embeddings, unit_gradient, target, normalized, gathered, count), pending
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,) of all ``sizes``."""
@@ -303,6 +191,26 @@ class ShardedSoftmax:
                 return prefetched
         selected = self.sampler.draw(labels, self.forwards)
         return selected, self.table.rows(selected, training=training)
+
+    def _compare_targets(
+        self, form: OneLabel, rows: ClassRows, gathered: GlobalBatch, training: bool
+    ) -> tuple[Batch, Tensor, list[LocalTargetRows], TargetLogit | None]:
+        """What pass 1 needs of the targets, before their form is that of the passes.
+
+        Returns:
+            The batch; cosines of the targets that the shard owns, else 0; their rows; and, of a margin that changes
+            negatives, which pass 1 compares with the targets, what it makes of these.
+        """
+        position = rows.positions(gathered.labels - self.sampler.first)
+        cos, local_targets = form.cosines(rows, gathered.features, position)
+        target: TargetLogit | None = None
+        if self.margin.changes_negatives:
+            target = self._apply_margin(all_reduce_sum(cos, self.mesh.head), gathered, training)
+        phi = cos if target is None else target.phi  # of other margins pass 1 has no use for it
+        batch = Batch(gathered.features, position, phi, self.margin, self.margin_state)
+        if self.negatives is not None:
+            batch = replace(batch, negatives=self.negatives.of_batch(local_targets, self.mesh.head))
+        return batch, cos, local_targets, target
 
     def _apply_margin(self, cos: Tensor, gathered: GlobalBatch, training: bool) -> TargetLogit:
         """The margin at the group's targets (b,) or (b, K). Statistics, and margins drawn at random, are those of the

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plsc.models import create
 from plsc.models.recompute import recompute_in_backward
-from plsc.parallel.batch_counters import BatchCounters
+from plsc.parallel.strategies.base import BatchCounters
 
 
 def passes(model: nn.Module, *, together: bool) -> tuple[dict[str, Tensor], list[Tensor]]:

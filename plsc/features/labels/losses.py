@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.sharded_softmax import Normalized
+from plsc.head.one_label import Normalized
 from plsc.losses.margins import TargetLogit
 
 _NEVER = 1e4  # log Z of a sample without a label: exp(z − log Z) is 0, and a check of finite numbers passes

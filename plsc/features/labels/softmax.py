@@ -11,7 +11,7 @@ from plsc.features.labels.losses import of_each, of_each_apart, separate
 from plsc.head.backends.torch_backend import Batch
 from plsc.head.class_table import ClassRows
 from plsc.head.global_batch import GlobalBatch, LocalTargetRows, target_cosines
-from plsc.head.sharded_softmax import Normalized, OneLabel
+from plsc.head.one_label import Normalized, OneLabel
 from plsc.losses.margins import Margin, TargetLogit
 
 if TYPE_CHECKING:
