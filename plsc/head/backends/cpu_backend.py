@@ -61,6 +61,11 @@ class CpuBackend(TorchBackend):
         return kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
 
     @property
+    def cuts(self) -> str:
+        """See :attr:`TorchBackend.cuts`."""
+        return f"{self.name}'s passes, threads: {torch.get_num_threads()}" if self.takes_passes else self.name
+
+    @property
     def keeps_exponentials(self) -> bool:
         """See :attr:`TorchBackend.keeps_exponentials`."""
         return not self.takes_passes

@@ -193,6 +193,11 @@ class TorchBackend:
         return f"{text}; keeps exponentials in {self.exponentials_memory / 2**30:.3g} GiB"
 
     @property
+    def cuts(self) -> str:
+        """What chunks of pass 2 depend on beside its inputs, in words; replicas sum chunk by chunk, and must share it."""
+        return self.name
+
+    @property
     def keeps_exponentials(self) -> bool:
         """Whether its passes take :attr:`exponentials_memory`, where the head is one whose exponentials are kept."""
         return True
