@@ -99,6 +99,13 @@ class RankPool:
         self._workers = []
 
 
+def stacks_file(rank: int) -> Path:
+    """An empty file for :func:`offer_stacks`."""
+    number, name = tempfile.mkstemp(prefix=f"rank{rank}-")
+    os.close(number)
+    return Path(name)
+
+
 def offer_stacks(path: Path) -> None:
     """Let this process write its threads' stacks into ``path`` when :func:`stacks_of` asks for them."""
     # in C: it works inside of a collective too
@@ -119,7 +126,7 @@ class _Worker:
     def __init__(self, rank: int, size: int, port: int) -> None:
         context = mp.get_context("spawn")
         self.rank = rank
-        self._stacks = Path(tempfile.mkstemp(prefix=f"rank{rank}-")[1])
+        self._stacks = stacks_file(rank)
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(rank, size, port, there, self._stacks), daemon=True)
         self.process.start()

@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pkgutil
 import signal
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from support.ranks import HANG_SECONDS, RankError, offer_stacks, stacks_of
+from support.ranks import HANG_SECONDS, RankError, offer_stacks, stacks_file, stacks_of
 from support.waiting import free_port
 
 TINY: dict[str, Any] = {
@@ -262,7 +261,7 @@ class Killable:
         context.set_forkserver_preload(["torch", "plsc.train", "support.tiny_runs"])
         self.out, port = out, free_port()
         self.ranks: list[BaseProcess] = []
-        self._stacks = [Path(tempfile.mkstemp(prefix=f"rank{rank}-")[1]) for rank in range(world)]
+        self._stacks = [stacks_file(rank) for rank in range(world)]
         for rank, stacks in enumerate(self._stacks):
             process = context.Process(target=_be_rank, args=(rank, world, port, out, changes, resume, fault, stacks))
             process.start()
@@ -290,6 +289,8 @@ class Killable:
             stacks = [f"rank {rank}:\n{stacks_of(self.ranks[rank], self._stacks[rank])}" for rank in hanging]
             self.kill(hanging)
             raise RankError("\n".join(["the run does not end", *stacks]))
+        for path in self._stacks:
+            path.unlink(missing_ok=True)
         return [process.exitcode for process in self.ranks]
 
 
