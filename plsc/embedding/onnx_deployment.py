@@ -3,7 +3,8 @@
 int8 is onnxruntime's static quantisation: pairs of QuantizeLinear and DequantizeLinear (QDQ), weights per channel,
 ranges of values between the smallest and the largest that the user's own pictures give. The first and the last layer,
 and what stands before and after them, stay in float32: they have few of the products, and lose most. So do
-normalisations, whose numbers for each channel onnxruntime would round by one scale for all of them.
+normalisations, whose numbers for each channel onnxruntime would round by one scale for all of them, and Gemm with a
+factor: that of onnxruntime 1.32 (quantize_static) divides the bias by beta, which Gemm multiplies by it.
 """
 
 import tempfile
@@ -84,7 +85,7 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
     layers = [place for place, node in enumerate(model.graph.node) if node.op_type in LAYERS]
     if len(layers) < 3:
         raise UsageError("int8 leaves the first and the last layer in float32, and the model has none between them")
-    normalising = [node.name for node in model.graph.node if node.op_type in NORMALISATIONS]
+    floating = [node.name for node in model.graph.node if node.op_type in NORMALISATIONS or _has_factor(node)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "quantised.onnx"
         quantize_static(
@@ -94,9 +95,13 @@ def _quantised(model: Any, batches: Iterable[Tensor], preprocessing: Preprocessi
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=[*names[: layers[0] + 1], *normalising, *names[layers[-1] :]],
+            nodes_to_exclude=[*names[: layers[0] + 1], *floating, *names[layers[-1] :]],
         )
         return onnx.load(str(path))
+
+
+def _has_factor(node: Any) -> bool:
+    return node.op_type == "Gemm" and any(each.name in ("alpha", "beta") and each.f != 1 for each in node.attribute)
 
 
 def put_preprocessing_inside(model: Any, preprocessing: Preprocessing) -> None:

@@ -157,6 +157,33 @@ def test_int8_leaves_normalisations_in_float32(kind: str, tmp_path: Path) -> Non
     assert sum(node.op_type == "QuantizeLinear" for node in reduced.graph.node) > 0
 
 
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+def test_int8_leaves_products_with_a_factor_in_float32(factor: str, tmp_path: Path) -> None:
+    """onnxruntime 1.32 would divide the bias by beta."""
+    random = np.random.default_rng(0)
+    tensors = {"w0": random.normal(0, 0.1, (192, 16)).astype(np.float32)}
+    tensors |= {f"w{n}": random.normal(0, 0.25, (16, 16)).astype(np.float32) for n in range(1, 4)}
+    tensors["bias"] = np.full(16, 3, np.float32)
+    nodes, value = [onnx.helper.make_node("Flatten", ["x"], ["flat"], "flatten")], "flat"
+    for layer, made in zip(("w0", "w1", "w2", "w3"), ("a", "b", "c", "y"), strict=True):
+        attributes = {factor: 0.5} if layer == "w1" else {}
+        nodes.append(onnx.helper.make_node("Gemm", [value, layer, "bias"], [made], layer, **attributes))
+        value = made
+    given = onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])
+    answer = onnx.helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 16])
+    constants = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    graph = onnx.helper.make_graph(nodes, "factors", [given], [answer], constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    reduced = in_precision(copy.deepcopy(model), OnnxForm("int8", calibration=[pictures(4, 8)]), Preprocessing(8))
+    weights = {node.output[0]: node.input[1] for node in reduced.graph.node if node.op_type == "Gemm"}
+    held = {tensor.name for tensor in reduced.graph.initializer}
+    assert [name in held for name in weights.values()] == [True, True, False, True]
+    pixels = {"x": Preprocessing(8)(pictures(4, 8)).numpy()}
+    sessions = [onnxruntime.InferenceSession(each.SerializeToString()) for each in (model, reduced)]
+    expected, found = (torch.from_numpy(session.run(None, pixels)[0]) for session in sessions)
+    assert difference(found, expected) < 0.05
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
 @pytest.mark.parametrize("precision", ["fp16", "int8"])

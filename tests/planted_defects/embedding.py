@@ -153,8 +153,15 @@ EMBEDDING = (
     Defect(
         "int8 takes the first layer too",
         "plsc/embedding/onnx_deployment.py",
-        "nodes_to_exclude=[*names[: layers[0] + 1], *normalising, *names[layers[-1] :]]",
-        "nodes_to_exclude=[*normalising, *names[layers[-1] :]]",
+        "nodes_to_exclude=[*names[: layers[0] + 1], *floating, *names[layers[-1] :]]",
+        "nodes_to_exclude=[*floating, *names[layers[-1] :]]",
+        ("tests/embedding/test_onnx_deployment.py",),
+    ),
+    Defect(
+        "int8 takes a product whose bias has a factor",
+        "plsc/embedding/onnx_deployment.py",
+        "node.op_type in NORMALISATIONS or _has_factor(node)]",
+        "node.op_type in NORMALISATIONS]",
         ("tests/embedding/test_onnx_deployment.py",),
     ),
     Defect(
