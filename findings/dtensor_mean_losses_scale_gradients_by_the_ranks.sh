@@ -8,12 +8,12 @@
 # weight is 3.000 times the right one for these five losses. l1_loss, binary_cross_entropy_with_logits and the mean
 # written out are right. Columns sharded, as tensor-parallel layers give them: 3.000 times again.
 # Seven rows (3, 3 and 1): the five gradients also point elsewhere, by cosines of 0.87 to 0.95. The values are wrong for
-# the five and binary_cross_entropy_with_logits: mse_loss gives 4.92 for 5.63. Four rows (2, 2, none): these six are nan.
+# the five and binary_cross_entropy_with_logits: mse_loss gives 4.92 for 5.63. Four rows (2, 2, 0): these six are nan.
 # Why: these operators have no sharding rule of their own. Placements come from a trace of their decomposition over a
 # mesh of one rank, where every shard is even and whole. Then the operator itself, not its decomposition, runs on each
 # shard. Its backward divides by the number of elements of the shard.
-# Consequence: the reported loss is right, yet SGD runs at a multiple of its learning rate that grows with the ranks, and
-# clipping by norm bites earlier. Adam hides it. Take reduction="sum" and divide by numel(), which is right here.
+# Consequence: the reported loss is right, yet SGD runs at a multiple of its learning rate that grows with the ranks.
+# Clipping by norm bites earlier. Adam hides it. Take reduction="sum" and divide by numel(), which is right here.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
