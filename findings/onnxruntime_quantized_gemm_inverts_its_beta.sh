@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# onnxruntime 1.32.0: quantize_static divides a Gemm's bias by the node's beta, where Gemm multiplies by it. The same QDQ
-# file run without graph optimisation leaves the bias as it is.
+# onnxruntime 1.32.0: quantize_static divides a Gemm's bias by the node's beta, where Gemm multiplies by it. The same
+# QDQ file run without graph optimisation leaves the bias as it is.
 #
-# Guess before running: y = x·w + beta·b stays so to within the rounding of 8 bits, since both formats of the quantizer
+# Guess before running: y = x·w + beta·b stays so to within the rounding of 8 bits, for both formats of the quantizer
 # read beta. One file gives one answer, optimised or not.
 # Seen: 16 features, 32 outputs, 8 bits. Errors are shares of the largest output, the factor of b is by least squares.
 # beta 1: factor 1.00, error 0.01. beta 0.5: factor 2.00, error 0.31. beta 2: factor 0.50, error 0.28. So it is in
