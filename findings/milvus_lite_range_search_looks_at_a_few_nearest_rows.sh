@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# milvus-lite 3.2.2 with pymilvus 3.0.2: a search between two similarities looks at the 5 * limit nearest rows alone, and a
-# search for the nearest groups at the 10 * limit nearest. Both drop the others before they compare.
+# milvus-lite 3.2.2 with pymilvus 3.0.2: a search between two similarities looks at the 5 * limit nearest rows alone.
+# A search for the nearest groups looks at the 10 * limit nearest.
 #
 # Guess before running: cosines between radius and range_filter give the best `limit` rows of those between, exactly so
 # with index FLAT. group_by_field with limit 10 gives ten groups where there are ten. The README lists both as supported.
