@@ -194,7 +194,7 @@ class TorchBackend:
 
     @property
     def cuts(self) -> str:
-        """What chunks of pass 2 depend on beside its inputs, in words; replicas sum chunk by chunk, and must share it."""
+        """What chunks of pass 2 depend on beside its inputs, in words; replicas, which sum by chunks, must share it."""
         return self.name
 
     @property
