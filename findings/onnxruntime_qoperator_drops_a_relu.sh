@@ -14,9 +14,9 @@
 # for the tensor right before it. A Transpose and its like pass the scale of their own input on, which was not changed.
 # A lower bound above zero goes in both formats, for a range always takes in zero: Clip(0.5, 0.9) lets 0 to 0.5 pass,
 # error 0.74.
-# Consequence: networks with a skip from before the activation, a channel shuffle or an upsampling before it lose
-# accuracy without a warning, and it looks like the price of 8 bits. Take QDQ, or name these nodes in nodes_to_exclude,
-# as is shown here.
+# Consequence: networks with a skip from before the activation, or a channel shuffle or an upsampling before it, lose
+# accuracy without a warning. It looks like the price of 8 bits. Take QDQ, or name these nodes in nodes_to_exclude, as
+# is shown here.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# openvino 2026.4.1: a 1×1 convolution with a stride and padding, behind a ReLU or another convolution, is computed at
-# other pixels, and its output may have another size than the compiled model itself states.
+# openvino 2026.4.1: behind a ReLU or a convolution, a 1×1 convolution with stride and padding reads other pixels. Its
+# output may have another size than the model itself states.
 #
 # Guess before running: in float32 OpenVINO gives what the definition of Conv gives, to rounding. An optimisation may
 # change speed, and never which pixels are read.
 # Seen: 8×8 pixels, ReLU, Conv 1×1 with stride 2, against sums written out in numpy. Without padding: equal to 1e-7.
-# With one pixel of padding at the top and left the output is 5×5, as it should be, and off by 0.79 of its largest
+# With one pixel of padding at the top and left the output is 5×5, which is right. It is off by 0.79 of its largest
 # value. With padding all around it is 6×6 for 5×5, though read_model states 5×5 for the same file. If the file ends in
 # a global average, the shape is right, and the numbers are off by 0.23 and 0.46 of the largest.
-# Behind a 3×3 convolution, a batch normalisation or an addition it is so, too, by up to 3.1. Behind PRelu, or first in
-# the file, all is right. With a free height and width it is right each time.
+# Behind a 3×3 convolution, a batch normalisation or an addition it is so, too, by up to 3.1. Behind PRelu, or first
+# in the file, all is right. With a free height and width it is right each time.
 # Why: a 1×1 kernel skips pixels, so its stride is moved up and done earlier, on fewer pixels. The padding stays behind,
 # and is then added after the stride: 0, x[0], x[2], x[4], … for 0, x[1], x[3], …. Nothing asks whether there is any.
 # The pass leaves files alone whose height or width is free.

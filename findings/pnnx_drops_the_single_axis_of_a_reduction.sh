@@ -2,18 +2,18 @@
 # pnnx 20261020 with ncnn 1.0.20261020: ReduceMean, ReduceSum, ReduceL1 and ReduceL2 of an ONNX file lose their axis
 # where it is one, and an input of the node. ncnn then reduces nothing.
 #
-# Guess before running: operator set 18 made the axes of a reduction an input, where they were an attribute. The numbers
-# are the same, so the converted networks are, too.
-# Seen: 8×8 pixels, a 3×3 convolution of six channels, a reduction along one axis of the four, in float32, against numpy.
-# With operator set 17 all is right, but for ReduceSum, whose axes are an input since 13. With 18 each of the four, along
-# each of the axes 1, 2 and 3, gives back 6×8×8 numbers, as many as went in. Along two axes all is right.
-# c - mean over the channels is 0 at each pixel. c / (L2 norm over the channels) is the sign of c, 1 or -1. Both have the
-# right shape. pnnx ends with 0, and ncnn loads the files.
+# Guess before running: operator set 18 made the axes of a reduction an input, where they were an attribute. The
+# numbers are the same, so the converted networks are, too.
+# Seen: 8×8 pixels, a 3×3 convolution of six channels, a reduction along one axis of four, in float32, against numpy.
+# With operator set 17 all is right, but for ReduceSum, whose axes are an input since 13. With 18 each of the four
+# operators, along each of the axes 1, 2 and 3, gives back 6×8×8 numbers, as many as went in. Along two axes all is
+# right. c - mean over the channels is 0 at each pixel. c / (L2 norm over the channels) is the sign of c, 1 or -1. Both
+# have the right shape. pnnx ends with 0, and ncnn loads the files.
 # Why: the written layer has an empty list of axes where the other has one number. Empty is not "all" there. How it came
-# to be empty was not traced: the one constant of one element is likely to be read as a number, and not as a list.
-# Consequence: PyTorch's exporter writes operator set 18 or later. Centring, attention by a mean over channels and
-# normalised feature maps are wrong without an error, and a loss of accuracy on the phone is blamed on float16. Export
-# with operator set 17, or as an attribute as is shown here, and compare one picture with the ONNX file.
+# to be empty was not traced. A constant of one element may be read as a number there, and not as a list.
+# Consequence: PyTorch's exporter writes operator set 18 or later by default. Centring, attention by a mean over
+# channels and normalised feature maps are wrong without an error. The loss of accuracy on the phone is blamed on float16.
+# Export with axes as an attribute (operator set 17), as is shown here, and compare one picture with the ONNX file.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -98,7 +98,8 @@ for operator, computed in REDUCTIONS.items():
         for opset in (17, 18):
             found = run(operator, axes, opset)
             right = agrees(found, wanted)
-            print(f"{operator}, axes {axes}, operator set {opset}: {found.size} numbers for {wanted.size}, right {right}")
+            sizes = f"{found.size} numbers for {wanted.size}"
+            print(f"{operator}, axes {axes}, operator set {opset}: {sizes}, right {right}")
             as_input = opset == 18 or operator == "ReduceSum"
             assert right == (len(axes) == 2 or not as_input), "changed"
             assert right or found.size == c.size, "changed: it reduces something"
