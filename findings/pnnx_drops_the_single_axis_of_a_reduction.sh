@@ -12,8 +12,8 @@
 # Why: the written layer has an empty list of axes where the other has one number. Empty is not "all" there. How it came
 # to be empty was not traced. A constant of one element may be read as a number there, and not as a list.
 # Consequence: PyTorch's exporter writes operator set 18 or later by default. Centring, attention by a mean over
-# channels and normalised feature maps are wrong without an error. The loss of accuracy on the phone is blamed on float16.
-# Export with axes as an attribute (operator set 17), as is shown here, and compare one picture with the ONNX file.
+# channels and normalised feature maps are wrong without an error. The loss on the phone is blamed on float16. Export
+# with axes as an attribute (operator set 17), as is shown here, and compare one picture with the ONNX file.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
