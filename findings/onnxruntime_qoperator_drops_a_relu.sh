@@ -2,7 +2,7 @@
 # onnxruntime 1.32.0: quantize_static with QuantFormat.QOperator leaves out a Relu or Clip whose input has another
 # reader, or comes through Transpose, Split, Resize, Pad or MaxPool. Its negative values then pass.
 #
-# Guess before running: a Relu behind an operator in 8 bits may go where the output's zero point is its bound. Where its
+# Expected: a Relu behind an operator in 8 bits may go where the output's zero point is its bound. Where its
 # input keeps negative values, it stays. Both formats answer alike, to the rounding of 8 bits.
 # Seen: unsigned 8 bits, per tensor and per channel, 16 pictures, ranges from the same 16. Errors are shares of the
 # largest output, against numpy. Conv, Relu, Conv: 0.02 in both formats. If an Add also reads the first Conv's output:

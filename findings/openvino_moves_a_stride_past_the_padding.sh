@@ -2,7 +2,7 @@
 # openvino 2026.4.1: behind a ReLU or a convolution, a 1×1 convolution with stride and padding reads other pixels. Its
 # output may have another size than the model itself states.
 #
-# Guess before running: in float32 OpenVINO gives what the definition of Conv gives, to rounding. An optimisation may
+# Expected: in float32 OpenVINO gives what the definition of Conv gives, to rounding. An optimisation may
 # change speed, and never which pixels are read.
 # Seen: 8×8 pixels, ReLU, Conv 1×1 with stride 2, against sums written out in numpy. Without padding: equal to 1e-7.
 # With one pixel of padding at the top and left the output is 5×5, which is right. It is off by 0.79 of its largest

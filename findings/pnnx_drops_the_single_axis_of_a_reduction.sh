@@ -2,7 +2,7 @@
 # pnnx 20261020 with ncnn 1.0.20261020: ReduceMean, ReduceSum, ReduceL1 and ReduceL2 of an ONNX file lose their axis
 # where it is one, and an input of the node. ncnn then reduces nothing.
 #
-# Guess before running: operator set 18 made the axes of a reduction an input, where they were an attribute. The
+# Expected: operator set 18 made the axes of a reduction an input, where they were an attribute. The
 # numbers are the same, so the converted networks are, too.
 # Seen: 8×8 pixels, a 3×3 convolution of six channels, a reduction along one axis of four, in float32, against numpy.
 # With operator set 17 all is right, but for ReduceSum, whose axes are an input since 13. With 18 each of the four
