@@ -296,7 +296,8 @@ class ShardedHead(nn.Module):
         self._agree_on(backend, shape)
         if self.mesh.replicas.world_size == 1:
             return backend
-        everyone, shards = all_gather_object((backend.cuts, _processor(self.mesh.device)), self.mesh), self.mesh.head
+        shards = self.mesh.head
+        everyone = all_gather_object((backend.chunking, _processor(self.mesh.device)), self.mesh)
         for shard in range(shards.world_size):
             processors = sorted({processor for _, processor in everyone[shard :: shards.world_size]})
             if len(processors) > 1:  # whose generators give other rows and other sampled classes
@@ -304,9 +305,10 @@ class ShardedHead(nn.Module):
                     f"replicas of a shard lie on {' and '.join(processors)}, which draw other random numbers: order "
                     "ranks so that replicas have GPUs of one kind, or shard the table over all ranks (head_ranks = 0)"
                 )
-        if len({cuts for cuts, _ in everyone[shards.rank :: shards.world_size]}) == 1 or backend.name == "torch":
+        replicas = {chunking for chunking, _ in everyone[shards.rank :: shards.world_size]}
+        if len(replicas) == 1 or backend.name == "torch":
             return backend
-        return fall_back(shape, f"replicas of this shard cannot all run {backend.cuts}")
+        return fall_back(shape, f"replicas of this shard cannot all run {backend.chunking}")
 
     def _agree_on(self, backend: TorchBackend, shape: HeadShape) -> None:
         """Make sure that all ranks compute the same head; every rank that holds classes calls."""

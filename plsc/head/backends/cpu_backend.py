@@ -61,8 +61,8 @@ class CpuBackend(TorchBackend):
         return kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
 
     @property
-    def cuts(self) -> str:
-        """See :attr:`TorchBackend.cuts`."""
+    def chunking(self) -> str:
+        """See :attr:`TorchBackend.chunking`."""
         return f"{self.name}'s passes, threads: {torch.get_num_threads()}" if self.takes_passes else self.name
 
     @property

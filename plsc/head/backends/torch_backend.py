@@ -193,7 +193,7 @@ class TorchBackend:
         return f"{text}; keeps exponentials in {self.exponentials_memory / 2**30:.3g} GiB"
 
     @property
-    def cuts(self) -> str:
+    def chunking(self) -> str:
         """What chunks of pass 2 depend on beside its inputs, in words; replicas, which sum by chunks, must share it."""
         return self.name
 
